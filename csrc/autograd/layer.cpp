@@ -210,7 +210,7 @@ void recorded(const c10::OperatorHandle& op, Stack* stack) {
     const IValue& value = given[plan<kSpec>().constant[i]];
     TORCH_CHECK_NOT_IMPLEMENTED(
         !value.isTensor() || !is_differentiated(kSpec.op, value.toTensor()), kSpec.op, ": ", kSpec.constant[i],
-        " must not require grad, since the gradient of the input is that of x; pass ", kSpec.constant[i], ".detach().");
+        " must not require grad, since the gradient of the input goes to x; pass ", kSpec.constant[i], ".detach().");
   }
   variable_list inputs;
   std::vector<IValue> others;

@@ -45,7 +45,7 @@ def test_an_adapter_between_a_layer_and_its_batch_norm_is_named(road: str) -> No
     model = quantized(road)
     model.set_submodule("0", Adapter(model.get_submodule("0")))
     with pytest.warns(
-        UserWarning, match=r"the layer '0' is called by an Adapter now, and the batch norm '1' behind it"
+        UserWarning, match=r"the layer '0' is called by an Adapter now, and the batch norm '1' after it"
     ):
         used(model)
 

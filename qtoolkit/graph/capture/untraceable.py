@@ -97,7 +97,7 @@ def _remedies(model: nn.Module, name: str, kind: str) -> Iterable[str]:
     if name:
         yield f"make that submodule a leaf module with untraced=[{name!r}] or leaf_modules=[{kind}]"
     else:
-        yield "move those lines into a submodule and make it a leaf module with untraced or leaf_modules"
+        yield "move that code into a submodule and make it a leaf module with untraced or leaf_modules"
         with_layers = [n for n, part in model.named_children() if any(type(m) in QAT_MODULES for m in part.modules())]
         children = [f"model.{child} = qtoolkit.prepare(model.{child}, backend=...)" for child in with_layers]
         if children:
