@@ -80,12 +80,12 @@ class Backend:
         batch_norm_as_conv: Whether a batch norm after a layer and its activation, which no layer folds, becomes a depthwise
             convolution in eval mode, because the target has integer kernels for these alone.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
-        float_type: The type of what is not quantized in its files, and of the Q/DQ nodes: "float32"; or "float16", for a target
-            that computes each tensor in the type that the file gives it. The scales of `qconfig` are numbers of this type
-            (`QuantSpec.scale_dtype`), also where its specs name another one.
+        float_type: The type of the tensors that its files do not quantize, and of the Q/DQ nodes: "float32"; or "float16",
+            for a target that computes each tensor in the type that the file gives it. The scales of `qconfig` are numbers
+            of this type (`QuantSpec.scale_dtype`), also where its specs name another one.
         silu_form: How files in float16 have x * sigmoid(x): "sigmoid", as torch's exporters write it; "tanh", as
             x * (0.5 * tanh(0.5 * x) + 0.5), for a target that computes this in one op with the layer before it.
-        title: What the target is, in a few words.
+        title: A short description of the target.
 
     Raises:
         ValueError: A kind of op, a role or an option is not known.

@@ -317,7 +317,7 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
 
 
 def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Set the grids of these quantizers of a model from what they have observed; return the range of each that has.
+    """Set the grids of these quantizers of a model from their observations; return the range of each that has some.
 
     The range of a weight is set even if no batch reached its layer. Learned scales of weights are trained at the rates
     of the weights as they are. NaN or infinities raise ValueError.

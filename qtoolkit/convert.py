@@ -49,7 +49,7 @@ def convert(
     `plan.computed` and `qtoolkit.quantization_report` list the kernels, and the reasons why other ops have none.
 
     Args:
-        prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with
+        prepared: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or any other model with
             quantizers, calibrated. If it is wrapped in DistributedDataParallel, DataParallel or torch.compile, the
             model inside is converted.
         arithmetic: "float": layers compute in float on dequantized values. "integer": they compute in integers, for a
@@ -221,7 +221,7 @@ def _check_parts_not_wrapped(model: nn.Module, what: str) -> None:
 
 
 def check_converted(model: object, what: str) -> nn.Module:
-    """Return a model without a wrapper, before `what` is done with it; TypeError unless it is what `convert` returned."""
+    """Return a model without a wrapper, before `what` is done with it; TypeError unless `convert` returned it."""
     if isinstance(model, nn.Module):
         refuse_foreign_quantizers(model, what)
         if named_quantizers(model, Grid) and not quantizers_of(model):

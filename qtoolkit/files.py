@@ -62,11 +62,11 @@ def check_format(path: str | os.PathLike[str], what: str, example: str) -> None:
 
 
 def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
-    """Write a file, with its folders: these bytes, or what another file holds.
+    """Write a file, with its folders: these bytes, or the contents of another file.
 
     If any step fails, a file that exists at `path` stays unchanged. A symbolic link stays one: the file that it points to is
     written. An existing file keeps its mode, and a new one has the umask's. A FIFO or a device is written directly.
-    Temporary files are named .NAME.HOST.PID.RANDOM.tmp; those that a killed process left are removed at the next write of
+    Temporary files are named .NAME.HOST.PID.RANDOM.tmp; the ones that a killed process left are removed at the next write of
     the same file.
 
     Example:
@@ -135,7 +135,8 @@ def _remove_stale(folder: Path, prefix: str) -> None:
 
 
 def is_abandoned(entry: Path, prefix: str) -> bool:
-    """Return whether nobody writes what has a name of `own_name` any more: its process does not run, or it is a day old.
+    """Return whether no process writes the file with a name of `own_name` any more: its process does not run, or it is a
+    day old.
 
     For a process of another machine, only the age tells.
     """

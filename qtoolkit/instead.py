@@ -1,4 +1,4 @@
-"""What a first attempt types: names that other tools have, and arguments in another order, with what to type instead."""
+"""Names that other tools have, and arguments in another order, with the names and the order to write instead."""
 
 import functools
 import inspect
@@ -85,7 +85,7 @@ TRANSLATED: Mapping[str, Callable[[object], str]] = {
 
 
 def check_arguments(of: str, given: Mapping[str, object], known: Collection[str]) -> None:
-    """Raise TypeError for keyword arguments of QuantSpec that it does not have, with those to write instead.
+    """Raise TypeError for keyword arguments of QuantSpec that it does not have, with the arguments to write instead.
 
     Example:
         >>> check_arguments("QuantSpec", {"num_bits": 4, "per_channel": True}, ["bits", "axis"])
@@ -134,7 +134,7 @@ SAID_OTHERWISE = {
 
 
 def refuse_others(function: Callable[..., object], other: Mapping[str, object]) -> None:
-    """Raise TypeError for keyword arguments that a function does not have, with those to write instead.
+    """Raise TypeError for keyword arguments that a function does not have, with the arguments to write instead.
 
     Example:
         >>> def calibrate(prepared, batches, max_batches=None):

@@ -199,7 +199,7 @@ class LayerRules:
     def completed(self, qconfig: QConfig | None) -> QConfig | None:
         """Return a config of the user's with the backend's values in the fields that its specs leave out.
 
-        Raises ValueError for what is written and does not fit them.
+        Raises ValueError for written fields that do not fit them.
         """
         if qconfig is None:
             return None

@@ -113,7 +113,7 @@ def contents_of(value: object) -> dict[Any, Any] | None:
 
 
 def parts_of(value: object) -> Iterator[object]:
-    """Yield what is in nested containers and objects, which may contain themselves; another value is its own part."""
+    """Yield the contents of nested containers and objects, which may contain themselves; another value is its own part."""
     waiting, known = [value], set[int]()
     while waiting:
         part = waiting.pop()
@@ -177,7 +177,7 @@ def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _values_of(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Copy the values of tensors, and return what restores them."""
+    """Copy the values of tensors, and return a function that restores them."""
     values = [_elements(tensor).detach().clone() for tensor in tensors]
 
     @torch.no_grad()

@@ -76,8 +76,8 @@ def prepare(
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
             with a quantizer of its input; batch norms in them do not change.
-        untraced: Dotted names of submodules that are not traced, as `leaf_modules`. They are quantized too: what stays in float
-            is named in `exclude`.
+        untraced: Dotted names of submodules that are not traced, as `leaf_modules`. They are quantized too: layers that
+            stay in float are named in `exclude`.
         concrete_args: Values of forward's arguments that are fixed at tracing.
         preserve_attributes: Dotted names of attributes and methods of the model, or of a submodule ("layer1.stride"),
             that the result, its copies and the converted model keep. Attributes that timm's optimizers and transforms
@@ -91,9 +91,10 @@ def prepare(
         training_arithmetic: How layers compute in training: "auto", "float" or "integer"; see
             `qtoolkit.nn.set_training_arithmetic`.
         save: What layers keep of their inputs for backward: `"codes"` or `"float"`, as there.
-        exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, module
-            types and functions, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
-        capture: What turns the model's Python into a graph. "trace": torch.fx, which keeps blocks, modes and sizes as
+        exclude: The layers that stay in float, with all that is in them: dotted names, regular expressions for whole
+            dotted names, module types and functions, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not
+            change it.
+        capture: How the model's Python becomes a graph. "trace": torch.fx, which keeps blocks, modes and sizes as
             they are. "export": torch.export, which follows more Python. Then blocks cannot be called on their own, and
             all sizes but a batch size of two or more are fixed by the example inputs. `untraced` and `concrete_args`
             raise an error.
@@ -242,7 +243,7 @@ def _check_example_inputs(example_inputs: object) -> None:
     if isinstance(example_inputs, str | Backend | QConfigMapping):
         names = "backend=..., qconfig_mapping=..." if isinstance(example_inputs, QConfigMapping) else "backend=..."
         raise TypeError(
-            f"prepare: example_inputs must be what the model takes, got {with_article(type(example_inputs))}; write "
+            f"prepare: example_inputs must be the model's inputs, got {with_article(type(example_inputs))}; write "
             f"prepare(model, example_inputs, {names})."
         )
 

@@ -73,7 +73,7 @@ def replace(
 
     The model's Python stays as it is, with its control flow. Call `qtoolkit.calibrate` next. `qtoolkit.convert` and
     `qtoolkit.export_onnx` take the result, and `qtoolkit.quantization_report` lists the status of each layer with the reason.
-    A second call skips layers that are quantized already, and warns of those for which its rules give another config.
+    A second call skips layers that are quantized already, and warns of layers for which its rules give another config.
 
     Each layer stays the same object with the same parameters: shared layers stay shared, and references to a layer and
     handles of its hooks remain valid. (A bound method taken from a layer before, `f = layer.forward`, still computes in
@@ -93,8 +93,8 @@ def replace(
         ignore: As `exclude`, in another form: a dotted name or a pattern of `fnmatch` ("decoder.*"), a list of these,
             or a callable that is called with each name and module.
         inplace: Change the model itself. If the call fails, the model is unchanged.
-        exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, and
-            module types, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
+        exclude: The layers that stay in float, with all that is in them: dotted names, regular expressions for whole
+            dotted names, and module types, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
         custom: Float type -> QAT type, in addition to `qtoolkit.nn.REPLACED_MODULES`. A QAT type has a class method
             `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
         backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend. It gives the default

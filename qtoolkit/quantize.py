@@ -33,10 +33,10 @@ from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """What `quantize` returns. It prints as a summary; its parts print in full.
+    """The result of `quantize`. It prints as a summary; its parts print in full.
 
     Attributes:
-        prepared: The calibrated model, in eval mode: what `prepare`, or `quant_modules.replace`, returned.
+        prepared: The calibrated model, in eval mode: the result of `prepare`, or of `quant_modules.replace`.
         converted: Its reference form, which the file was written from.
         report: How each op is quantized, or why it is in float.
         calibration: The range of each quantizer.
@@ -103,11 +103,11 @@ def quantize(
 
     Args:
         model: The float model.
-        batches: Any iterable of batches, as `calibrate` takes it: a few hundred samples like those that the file will get. The
+        batches: Any iterable of batches, as `calibrate` takes it: a few hundred samples like the inputs in deployment. The
             first batch gives the shapes, and quantized values are compared on it.
         backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend.
         path: The file to write.
-        exclude: What stays in float: names, regular expressions, types, as `prepare` takes it.
+        exclude: The layers that stay in float: names, regular expressions, types, as `prepare` takes it.
         qconfig_mapping: Which layers and ops get which config, as `prepare` takes it.
         forward: forward(model, batch), for batches of another form, as `calibrate` takes it.
         max_batches: The number of batches to run; None runs all.
@@ -184,7 +184,7 @@ def _check_path(path: object) -> None:
 def _first_inputs(
     model: nn.Module, batches: Iterable[Any], call: Callable[[nn.Module, Any], object]
 ) -> tuple[object, Iterable[object]]:
-    """Return what the model takes of the first batch, as example inputs, and all batches."""
+    """Return the model's inputs from the first batch, as example inputs, and all batches."""
     iterator = iter(batches)
     try:
         first = next(iterator)
@@ -197,7 +197,7 @@ def _first_inputs(
 def _prepared(
     model: nn.Module, inputs: object, backend: Backend, mapping: QConfigMapping | None, notes: list[str]
 ) -> nn.Module:
-    """Prepare a model; what cannot be traced becomes a leaf module, or has its layers replaced, with a warning and a note."""
+    """Prepare a model; a submodule that cannot be traced becomes a leaf module, or its layers are replaced, with a warning."""
     untraced: list[str] = []
     while True:
         try:

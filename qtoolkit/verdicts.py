@@ -7,7 +7,7 @@ from qtoolkit.errors import with_article
 
 
 class Status(StrEnum):
-    """What becomes of an op or a layer."""
+    """The status of an op or a layer."""
 
     QUANTIZED = "quantized"
     FUSED = "fused"  # computed as one op with the op before it

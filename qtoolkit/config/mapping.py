@@ -89,7 +89,7 @@ class QConfig:
 
 
 def is_same_rule(one: QConfig | None, other: QConfig | None) -> bool:
-    """Return whether two configs say the same of what they change; equal ones may leave different fields to the backend."""
+    """Return whether two configs write the same fields; equal configs may leave different fields to the backend."""
     return (one and one.to_dict()) == (other and other.to_dict())
 
 
@@ -416,7 +416,7 @@ def with_excluded(mapping: QConfigMapping | None, exclude: Exclude | None) -> QC
 
 
 def types_by_option(mapping: QConfigMapping | None) -> dict[str, list[Kind]]:
-    """Return the types and functions that a mapping and its exclusions name, by what a warning calls each of them."""
+    """Return the types and functions that a mapping and its exclusions name, by the words of a warning for each of them."""
     of = {"qconfig_mapping has a rule for": mapping, "exclude names": None if mapping is None else mapping.excluded}
     return {option: list(rules.rules["object_type"]) for option, rules in of.items() if rules is not None}
 

@@ -38,7 +38,7 @@ FIXED_IF_DYNAMIC: dict[str, object] = {
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one kind of tensor is quantized. In a rule of a QConfigMapping, a spec says only what it changes.
+    """How one kind of tensor is quantized. In a rule of a QConfigMapping, a spec holds only the fields that it changes.
 
     There, fields that are left out have the values of the backend's spec for that tensor: `QuantSpec(quantizer="lsq")`
     trains the scale of uint8 values with a zero point on "onnxruntime", and of int8 values without one on "tensorrt".
@@ -72,15 +72,15 @@ class QuantSpec:
             times the standard deviation), "lsq" (the start of LSQ's paper, 2 * mean|x| / sqrt(qmax)), "histogram" (the range
             that a `method` chooses from a histogram of all inputs), "moving_histogram" (the moving average of what a `method`
             chooses for each input); with pow2_scale also "pow2" (the power of two with the least squared error) and
-            "pow2_mode" (the one that is best for the most inputs); or "constant" (a given range). docs/observers.md compares
-            them.
+            "pow2_mode" (the power of two that is best for the most inputs); or "constant" (a given range).
+            docs/observers.md compares them.
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average" and
             "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
             "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram"; `low` (-1.0) and
             `high` (1.0) for "constant".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153), or another name of
             `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",
-            "apot", "qil". What is trained starts at the least squared error with the observer "minmax", and from the range
+            "apot", "qil". Trained parameters start at the least squared error with the observer "minmax", and from the range
             of any other one. docs/quantizers.md compares them.
         quantizer_args: Options of the quantizer, with their defaults: `alpha` (0.2) for "dsq"; `gamma` (1.0) and `learn_gamma`
             (False) for "qil". The others have none.
@@ -88,7 +88,7 @@ class QuantSpec:
             calibrated. For "int" and the formats of small floats without blocks.
         scale_dtype: The type whose numbers the scales are, in training and in the deployed model: "float32"; or "float16", for
             a target whose Q/DQ nodes have scales of that type. Scales then have 11 significant bits and are at least 2^-14
-            (`qtoolkit.ops.float16_scale`), where they are read: what is stored and trained stays in float32.
+            (`qtoolkit.ops.float16_scale`), where they are read: stored and trained scales stay in float32.
         given: The names of the fields that are written; None takes the call's arguments. `dataclasses.replace` keeps
             them and adds the fields that differ from their defaults; `with_` adds all that it sets. Equality ignores
             them.
@@ -141,7 +141,7 @@ class QuantSpec:
             return new
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
-        """Restore a copy or a pickle, without what `__new__` has noted."""
+        """Restore a copy or a pickle, without the notes of `__new__`."""
         vars(self).clear()
         vars(self).update(state)
 
@@ -186,7 +186,7 @@ class QuantSpec:
         object.__setattr__(self, "given", self.given.union(changed))
 
     def _complete_blocks(self) -> None:
-        """Set what a block format fixes, where it has the default."""
+        """Set the fields that a block format fixes, where they have the default."""
         if self.format in BLOCKS:
             fixed = {"axis": -1, **FIXED[self.format]}
             for name in ("bits", "axis", "group_size"):
@@ -329,7 +329,7 @@ class QuantSpec:
         return self if "scale_dtype" in self._fixed() else self.with_(scale_dtype=scale_dtype)
 
     def completed(self, base: "QuantSpec") -> Self:
-        """Return the spec with all fields written: those that it leaves out have the values of another one, the backend's.
+        """Return the spec with all fields written: fields that it leaves out have the values of another spec, the backend's.
 
         Fields that its format, its quantizer, its observer or `dynamic` needs are not taken from there.
 

@@ -67,11 +67,11 @@ class WeightsTaken(TorchFunctionMode):
 
 
 def sentence(found: Mapping[str, str]) -> str:
-    """Return what is said of functions that take weights themselves."""
+    """Return the warning about functions that take weights themselves."""
     taken = some([f"{name!r} ({function})" for name, function in found.items()])
     return (
         f"functions take weights of layers themselves, and compute in float: {taken}. Module replacement quantizes the "
-        f"calls of layers alone; call the layer, or let qtoolkit.prepare trace what takes the weight."
+        f"calls of layers alone; call the layer, or let qtoolkit.prepare trace the function."
     )
 
 

@@ -1,4 +1,4 @@
-"""EagerRecord: what `fuse_modules` and module replacement store on a model."""
+"""EagerRecord: the facts that `fuse_modules` and module replacement store on a model."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

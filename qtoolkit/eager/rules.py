@@ -90,7 +90,7 @@ def entries_of(ignore: object, what: str) -> list[str]:
 
 
 def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
-    """Return how each layer is quantized, by its first name, in order; those replaced before keep their verdict."""
+    """Return how each layer is quantized, by its first name, in order; layers that are already replaced keep their verdict."""
     before = verdicts_in(model)
     decisions: dict[str, LayerDecision] = {}
     pairs, seen = [("", model)], set()
@@ -112,7 +112,7 @@ def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
 
 
 def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verdict]) -> None:
-    """Store on a model what was decided about its layers, by their names in it, and by which rules."""
+    """Store on a model the decisions about its layers, by their names in it, and by which rules."""
     now = modules_by_name(model)
     kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
     mapping = None if rules.mapping is None else rules.mapping.copy()

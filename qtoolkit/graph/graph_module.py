@@ -160,7 +160,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 
     @property
     def training_arithmetic(self) -> TrainingArithmetic:
-        """How the ops between the layers compute in training, and what they keep for backward."""
+        """How the ops between the layers compute in training, and which tensors they keep for backward."""
         return self._arithmetic
 
     @training_arithmetic.setter
@@ -181,7 +181,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         return bool(deleted) and None not in deleted
 
     def _places_of(self, target: str) -> Iterator[tuple[nn.Module, str]]:
-        """Yield what holds a submodule, inside wrappers of blocks, with its name there; a shared one has several."""
+        """Yield the holders of a submodule, inside wrappers of blocks, with its name there; a shared one has several."""
         name = name_in_graph(self, target)
         for each in self.aliases.get(name, (name,)):
             path, _, last = each.rpartition(".")
@@ -216,7 +216,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
                 setattr(owner, attribute, Method(value.function, owner, value.needed))
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, and link layers to the batch norms that replaced those linked.
+        """Set the mode, and link layers to the batch norms that replaced the linked ones.
 
         torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones. In eval mode each range that follows a weight is the
         weight's present range: QuantModule sets its own, and this method the ranges of functions' weights.

@@ -1,4 +1,4 @@
-"""The calls of modules in a graph. What a pass changes in a module, it changes for all of its calls."""
+"""The calls of modules in a graph. A change of a module applies to all of its calls."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def why_read(graph: fx.Graph, layer: nn.Module, bn: nn.Module) -> str | None:
 def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:
     """Give each call of a layer a number and a `LayerCall`; return False for a layer with a forward of its own.
 
-    A forward of its own takes no number. Calls that are numbered keep what they are linked to.
+    A forward of its own takes no number. Calls that are numbered keep their links.
     """
     if [number_of(node) for node in nodes] == list(range(len(nodes))):
         return True

@@ -1,4 +1,4 @@
-"""What kind of op a graph node, a module or a QAT type is."""
+"""The kind of op of a graph node, a module or a QAT type."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -102,7 +102,7 @@ def form_of(node: fx.Node) -> Form | None:
 def outputs_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of an op's output tensors: the op, or the nodes that take them from the tuple that it returns.
 
-    Where the table does not know whether an op returns a tensor or a tuple, and an item is taken, there are none.
+    If the table does not know whether an op returns a tensor or a tuple, and an item is taken, there are none.
     """
     items, taken = _items(node), [user for user in node.users if _indexed(user) is node]
     if items:
@@ -163,7 +163,7 @@ def object_type_of(node: fx.Node) -> Any:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return what a QConfigMapping calls a node: the dotted name of its module, or its own name."""
+    """Return the name of a node in a QConfigMapping: the dotted name of its module, or its own name."""
     module = called_module(node)
     if isinstance(module, OpKernel):
         return module.replaces
@@ -188,7 +188,7 @@ def operands_of(node: fx.Node) -> list[object]:
 
 
 def is_discrete(node: fx.Node) -> bool:
-    """Return whether a node returns tensors of integers or booleans: by the example inputs, or by what it calls."""
+    """Return whether a node returns tensors of integers or booleans: by the example inputs, or by its function."""
     while not (facts_of(node).is_discrete or name_called(node) in DISCRETE or picks_indices(node)):
         sources = tensor_inputs(node) if kind_of(node).moves else []
         if not sources:
@@ -198,7 +198,7 @@ def is_discrete(node: fx.Node) -> bool:
 
 
 def is_output(node: fx.Node) -> bool:
-    """Return whether a node is the output of a graph, or picks what the graph returns by the mode."""
+    """Return whether a node is the output of a graph, or selects a result of the graph by the mode."""
     return node.op == "output" or (chooses_by_mode(node) and all(user.op == "output" for user in node.users))
 
 
@@ -208,7 +208,7 @@ def chooses_by_mode(node: fx.Node) -> bool:
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that take what a node computes, except nodes that read its sizes.
+    """Return the nodes that take a node's result, except nodes that read its sizes.
 
     Only nodes that take it in eval mode too; all of them for a node that training mode alone takes to return it.
     """
@@ -218,7 +218,7 @@ def users_of(node: fx.Node) -> list[fx.Node]:
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that take what a node computes, except nodes that read its sizes."""
+    """Return the nodes that take a node's result, except nodes that read its sizes."""
     return [user for user in node.users if not is_number(user)]
 
 
@@ -300,7 +300,7 @@ def quantizes_its_input(node: fx.Node) -> bool:
 
 
 def may_be_packed(node: fx.Node) -> bool:
-    """Return whether what a recurrent layer takes, or an output of it, may be a packed sequence, which is no tensor."""
+    """Return whether an input or output of a recurrent layer may be a packed sequence, which is no tensor."""
     while kind_of(owner_of(node)).keeps_state:
         node = tensor_inputs(owner_of(node))[0]
     is_seen = facts_of(node).is_number is not None

@@ -1,4 +1,4 @@
-"""What prepare decided, as data: the status of each op with its cause, and every quantized edge with its rule."""
+"""The decisions of prepare, as data: the status of each op with its cause, and every quantized edge with its rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,7 +91,7 @@ class Tracing:
 
 @dataclass(frozen=True)
 class Plan:
-    """What prepare decided.
+    """The decisions of prepare.
 
     Attributes:
         backend: The target.

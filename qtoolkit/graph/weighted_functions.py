@@ -44,7 +44,7 @@ def bias_node(node: fx.Node) -> fx.Node | None:
 
 
 def rounding_of(bias: fx.Node | None) -> FunctionBias | None:
-    """Return what rounds a bias; None where nothing does."""
+    """Return the module that rounds a bias; None if there is none."""
     module = module_of(bias) if bias is not None and bias.op == "call_module" else None
     return module if isinstance(module, FunctionBias) else None
 

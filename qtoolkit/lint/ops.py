@@ -57,7 +57,7 @@ class FileCodes:
 
     @property
     def grid(self) -> Hashable:
-        """What distinguishes this grid from others."""
+        """The values that distinguish this grid from others."""
         scale, zero = (
             None if a is None else np.asarray(a, np.float32).tobytes() for a in (self.scale, self.zero_point)
         )

@@ -1,4 +1,4 @@
-"""Where quantizers stand: rules that hold for the graphs of models and for files.
+"""The places of quantizers: rules that hold for the graphs of models and for files.
 
 The rules come from TensorRT's documentation on the placement of Q/DQ ("Working with Quantized Types"), from NVIDIA Model
 Optimizer's ONNX quantizer, and from the backend's table. The backend's fields say which of them apply.

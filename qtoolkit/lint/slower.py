@@ -1,7 +1,7 @@
 """Why an engine of a file is no faster than one in float16: rules of files for targets that take the types of a file.
 
-Their networks are strongly typed: what a file has in float32 is computed in float32. The rules are advice: a file that breaks
-one is computed as planned.
+Their networks are strongly typed: tensors that are float32 in a file are computed in float32. The rules are advice: a file
+that breaks one is computed as planned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def _float32_floats(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
 
 
 def _is_in_float32(ops: Sequence[Op]) -> bool:
-    """Return whether no float of a file is float16, the inputs and what casts them left out."""
+    """Return whether no float of a file is float16, without the inputs and their Casts."""
     types = {float_type(op) for op in ops if not (op.is_input or op.is_quantizer) and op.node.op_type != "Cast"}
     return "float32" in types and "float16" not in types
 
@@ -75,7 +75,7 @@ def _is_float32(op: Op) -> bool:
 
 
 def _cast_between(op: Op, backend: Backend) -> Iterator[Broken]:
-    """Find Casts of floats that are not at the ends of the file, nor at the border of what is float32."""
+    """Find Casts of floats that are not at the ends of the file, nor at the border of ops in float32."""
     source = origin(op.inputs[0], lambda kind: kind.returns_input or kind.moves) if op.inputs else None
     if op.node.op_type != "Cast" or source is None or not float_type(op) or not float_type(source):
         return
@@ -94,7 +94,7 @@ def _cast_between(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _convolution_on_codes(op: Op, backend: Backend) -> LayerFacts | None:
-    """Return what is known of a convolution that computes in integers; None for any other op."""
+    """Return the facts about a convolution that computes in integers; None for any other op."""
     return op.layer if op.kind.convolves and is_on_codes(op, backend) else None
 
 
@@ -142,7 +142,7 @@ def _lone_layer(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _float_maker(source: Op) -> Op | None:
-    """Return the op that computes a quantized tensor, through what belongs to it."""
+    """Return the op that computes a quantized tensor, through ops that are fused into it."""
     return origin(source, lambda kind: belongs_to_layer(kind) or kind.moves or kind.activation or kind.elementwise)
 
 

@@ -69,7 +69,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     It quantizes the weights of the projections and the inputs of each matrix product: scaled query and key, softmax output
     and value, and the input of the output projection. The module's own inputs are quantized by the graph pass, or by
     `input_quantizer`, one for query, key and value. Masks, biases and softmax stay float. Both `need_weights` modes
-    compute the same ops; no fused float kernel is used. Where the masks leave a query no key, its output before the output
+    compute the same ops; no fused float kernel is used. If the masks leave a query no key, its output before the output
     projection is 0, as in torch's module without weights, which returns NaN with them.
 
     Args:

@@ -176,7 +176,7 @@ class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
     """torch.nn.SyncBatchNorm after a QAT layer.
 
-    In a process group of several ranks its op is the one that may also compute what is around it, on the CPU too. So a rank
+    In a process group of several ranks it uses the op that may also compute its neighbours, on the CPU too. So a rank
     that calls the modules one by one takes part in the same all-reduces as the others. Otherwise it is torch's.
     """
 
@@ -276,7 +276,7 @@ def freeze_batch_norm(model: nn.Module) -> None:
     trained. This is the second phase of training with strategy "std_correction", and can follow any other strategy.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that are not
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or a part of it. Batch norms that are not
             linked to a QAT layer are not changed.
 
     Warns:
@@ -441,8 +441,9 @@ def step_variance(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tens
     """Return the running variance before the first forward of the present training step.
 
     The weight is quantized with it, on scales that have taken its factor. Each forward moves the statistics, but gradient
-    checkpointing runs a forward once more in backward, and must then see what the first one saw. A step begins with the first
-    forward after an optimizer of this process has taken one (see `qtoolkit.quantizers.step_clock`), or `train()` was called.
+    checkpointing runs a forward once more in backward, and must then see the values of the first one. A step begins with
+    the first forward after an optimizer of this process has taken one (see `qtoolkit.quantizers.step_clock`), or `train()`
+    was called.
     """
     if not run.compiled and not bn.holds_like_running():
         bn.hold_variance()
@@ -525,7 +526,7 @@ def bn_scaled_output(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, comp
 
 
 def unscaled(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
-    """Return a layer's output from what `bn_scaled_output` returns."""
+    """Return a layer's output from the result of `bn_scaled_output`."""
     y, bias = out / layer.along_channels(factor), layer.bias
     if bias is not None and process_group_of(layer.batch_norm) is not None:
         bias = bias.detach() + 0 * bias  # the gradients of all ranks add up to zero, which a unit returns too

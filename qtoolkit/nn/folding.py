@@ -96,7 +96,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         return weight if factor is None else self.scale_output_channels(weight, factor)
 
     def _followed(self, factor: Tensor | None) -> Tensor:
-        """Return the tensor whose range one that follows the weight takes in this forward.
+        """Return the tensor that gives a range its values in this forward, if the range follows the weight.
 
         In eval mode it is convert's: a factor of zero leaves no range, and the bias is rounded in steps of the scale.
         """

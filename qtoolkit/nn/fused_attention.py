@@ -31,7 +31,7 @@ _fused_attention = library.fused_attention.default
 def attention_of(how: Product) -> Callable[..., Tensor]:
     """Return the function that computes torch.nn.functional.scaled_dot_product_attention as `attention` does.
 
-    It takes what runs, and the integers of query, key and value or None, before them.
+    It takes the run, and the integers of query, key and value or None, before them.
     """
 
     def computed(
@@ -91,7 +91,7 @@ def attention(
 
 
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
-    """Return what the attention keeps for backward, in words."""
+    """Return which tensors the attention keeps for backward, in words."""
     has_codes = any(source is not None and source.capability.codes for source in sources)
     keeps = arithmetic.save == "codes" and HAS_FUSED and has_codes
     return f"float, saves {'integers on a CPU' if keeps else 'floats'}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a tensor come from.
+    """The origin of a tensor's values.
 
     Attributes:
         holder: The module that holds the quantizer of the values.
@@ -39,7 +39,7 @@ class Source:
         return None if any(dropout.training and dropout.p for dropout in self.dropouts) else self.quantizer
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules on which it depends what the source is."""
+        """Return the modules on which the source depends."""
         quantizer = self.quantizer
         return [self.holder, *([] if quantizer is None else [quantizer]), *self.dropouts]
 
@@ -49,7 +49,7 @@ class LayerCall:
     """One of the calls of a layer, or all of them where they are alike. A layer without a graph has one, too.
 
     The calls share the layer's weight and its quantizer. So methods take the layer, which a call does not hold: a call without
-    a layer can be shared by copies of it, and no layer keeps itself alive. A pass that changes what a call is linked to gives
+    a layer can be shared by copies of it, and no layer keeps itself alive. A pass that changes the links of a call gives
     the layer new calls: decisions about the layer hold as long as its attributes are the same objects.
 
     Attributes:

@@ -116,14 +116,14 @@ def set_training_arithmetic(
     differentiated twice.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it, for the layers in it: the
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or a part of it, for its layers: the
             ops between the layers of a traced model follow the setting of the whole model.
         arithmetic: How convolutions, linear layers and products of two activations compute whose operands are on
             integer grids. "float": in float. "integer": in integers, with exact sums. "auto": in integers where torch
             has exact int8 kernels for the op on this processor and its input is large enough for them to be faster
             (`benchmarks/pages/small_layers.py`), else in float, as always on a GPU. In any case gradients are the
             straight-through ones.
-        save: What such an op keeps of its operands for backward. `"codes"`: integers, a byte an element, half a byte
+        save: The form in which such an op keeps its operands for backward. `"codes"`: integers, a byte an element, half a byte
             for at most 4 bits. `"float"`: the values.
 
     Raises:
@@ -190,7 +190,7 @@ def computed_type(weight: Tensor, x: Tensor) -> torch.dtype:
 
 
 def computed_format(layer: "Layer", x: Tensor, integer: bool) -> torch.memory_format | None:
-    """Return the memory format of a layer's output; None for the one that torch's layer returns."""
+    """Return the memory format of a layer's output; None for the format of torch's layer."""
     return torch.channels_last if integer and layer.returns_channels_last and has_kernel_type(x) else None
 
 
@@ -227,14 +227,14 @@ def quantized_weight(run: Run, layer: "Layer", factor: Tensor | None) -> Tensor 
 def weight_grid(run: Run, layer: "Layer", followed: Callable[[], Tensor]) -> WeightGrid | None:
     """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there.
 
-    `followed` returns the tensor whose range one that follows the weight takes.
+    `followed` returns the tensor that gives a range its values, if the range follows the weight.
     """
     quantizer = layer.weight_quantizer
     return of_quantizer(run, quantizer, layer.weight, followed) if gives_grid(quantizer) else None
 
 
 def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:
-    """Return whether an op may quantize a weight in its quantizer's place: nobody else makes or takes what that computes.
+    """Return whether an op may quantize a weight in its quantizer's place: no other op makes or takes its output.
 
     Hooks of all modules do not see the quantizers of weights, which are called in no step that an op computes.
     """
@@ -294,7 +294,7 @@ def described(layer: "Layer", call: int = 0) -> tuple[str, Cause | None]:
 
 
 def _kernel_of(layer: Any) -> str:
-    """Return what computes a layer in integers, in words; csrc/layer/integer_layer.cpp decides it."""
+    """Return the kernel that computes a layer in integers, in words; csrc/layer/integer_layer.cpp decides it."""
     if not layer.weight.is_cuda:
         return "int8 kernel"
     weight, transposed = layer.weight, layer.weight_groups()[0]

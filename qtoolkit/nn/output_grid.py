@@ -48,7 +48,7 @@ class OutputGrid(NamedTuple):
 
 
 GridNow = OutputGrid | Callable[[], OutputGrid]
-"""The same, or what returns them at each call."""
+"""The same, or a function that returns them at each call."""
 
 
 def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
@@ -144,5 +144,5 @@ def quantized_in_op(
 
 
 def may_be_in_op(quantizer: nn.Module, run: Run) -> TypeGuard[TensorQuantizer]:
-    """Return whether an op may compute what a quantizer does now."""
+    """Return whether an op may compute a quantizer as it is now."""
     return not run.recorded and isinstance(fusion(run, quantizer=quantizer), Unit)

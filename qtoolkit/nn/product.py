@@ -49,7 +49,7 @@ class Product:
 def product_of(op: Callable[[Tensor, Tensor], Tensor], how: Product) -> Callable[..., Tensor]:
     """Return the function that computes an op, torch.matmul or another of its names, as `product` does.
 
-    It takes what runs, and the integers of the operands or None, before them.
+    It takes the run, and the integers of the operands or None, before them.
     """
 
     def computed(run: Run, operand_codes: Sequence[TensorCodes | None], x: Tensor, other: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def product(
         run: What runs the forward.
         op: torch.matmul, or another function that computes the same for two batches of matrices.
         x: Tensor.
-        other: Tensor. Where either is no batch of matrices, or they have different batch dimensions, the op is called.
+        other: Tensor. If either is no batch of matrices, or their batch dimensions differ, the op is called.
         sources: The quantizer of each operand, or None.
         arithmetic: How to compute, and what to keep.
         operand_codes: The integers of each operand, or None.
@@ -160,7 +160,7 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def kept_operand(x: Tensor, codes: Codes | None, needed: bool, transposed: bool = False) -> tuple[Any, ...]:
-    """Return what `product` of the library is told about an operand.
+    """Return the arguments of the library's `product` for an operand.
 
     Args:
         x: The operand.

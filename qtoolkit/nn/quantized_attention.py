@@ -40,7 +40,7 @@ class Attends(TrainsOnCodes):
 
     @property
     def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
-        """The quantizers of the operands of both matrix products; in training none of what dropout returns."""
+        """The quantizers of the operands of both matrix products; in training none for dropout's output."""
         drops = self.dropout_p and self.training
         return (
             (self.query_quantizer, self.key_quantizer),
@@ -127,7 +127,7 @@ def _unit(dtype: torch.dtype, keeps_softmax: bool, learned: bool, **of_weights: 
 
 
 def as_summand(masked: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores to mask where a tensor of booleans is True."""
+    """Return the summand that masks scores where a tensor of booleans is True."""
     return torch.zeros_like(masked, dtype=dtype).masked_fill(masked, -math.inf)
 
 

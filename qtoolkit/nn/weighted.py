@@ -28,7 +28,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     """A layer whose forward fake-quantizes its weight; to be mixed into torch's class.
 
     With a linked batch norm, the weight is quantized as folding the batch norm would scale it. In eval mode the layer
-    computes what the converted model does; in training mode it follows a strategy of `qtoolkit.nn.batch_norm`.
+    computes the same as the converted model; in training mode it follows a strategy of `qtoolkit.nn.batch_norm`.
 
     Args:
         *args: Arguments of torch's class.
@@ -44,7 +44,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
         integer_kernel: The `qtoolkit.integer.kernels.LayerKernel` that computes it in integers (see `qtoolkit.convert`), or
             None. For a layer whose calls a graph numbers, the first call's; `LayerCall.kernel` finds the others.
-        layer_calls: What differs between the calls of the layer in a graph.
+        layer_calls: The properties of each call of the layer in a graph.
         returns_channels_last: Whether a 2-d convolution that trains in integers returns images in channels_last;
             otherwise in the memory format of its input.
 
@@ -193,7 +193,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     def bn_scaled_output(
         self, run: Run, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None, call: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of arguments of forward."""
+        """Return `qtoolkit.nn.batch_norm.bn_scaled_output` for the linked batch norm, from arguments of forward."""
         self.check_input(input)
         x, input_codes = self._quantized(run, input, input_codes)
         compute = partial(self._run, run, self.layer_calls[call], x, input_codes, (), {})

@@ -1,4 +1,4 @@
-"""Modules that somebody has put around a layer after it was quantized: adapters, and wrappers that only call it."""
+"""Modules that were put around a layer after it was quantized: adapters, and wrappers that only call it."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What the table of op kinds says of each kind: its names in every vocabulary, and the facts that passes ask for."""
+"""A row of the table of op kinds: the names of a kind in every vocabulary, and the facts that passes ask for."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
 
 
 def bounded(low: End = -math.inf, high: End = math.inf, slope: End = 0.0) -> Callable[[Read], Bounds]:
-    """Return what finds the bounds of an op in its arguments; an argument that is None leaves out its bound."""
+    """Return a function that finds the bounds of an op in its arguments; an argument that is None leaves out its bound."""
     ends = {"low": low, "high": high, "slope": slope}
 
     def of_arguments(read: Read) -> Bounds:

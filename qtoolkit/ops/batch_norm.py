@@ -1,4 +1,4 @@
-"""Batch norm in training with what follows it, in one op."""
+"""Batch norm in training with the ops after it, in one op."""
 
 import math
 
@@ -67,7 +67,7 @@ def batch_norm_fake_quant(
         qmin: Lowest quantized value.
         qmax: Highest quantized value.
         grad_factor: Factor of the gradients of scale and zero_point.
-        totals: What `batch_norm_totals` returned for x, divisor and the process group; x may then have any number of values.
+        totals: The result of `batch_norm_totals` for x, divisor and the process group; x may then have any number of values.
         process_group: The name of the process group whose ranks share their statistics: backward adds up their gradients of
             weight and bias for x's gradient, so all of them must call it. The gradients that it returns of other arguments are
             this rank's.
@@ -158,7 +158,7 @@ def batch_norm_track_(
         count: Number of values of a channel, more than 1: `x.numel() // x.size(1)`.
         divisor: (C), or None for 1.
         offset: (C), or None for 0.
-        totals: What `batch_norm_totals` returned, whose number of values is then taken instead of `count`.
+        totals: The result of `batch_norm_totals`, whose number of values then replaces `count`.
 
     Raises:
         ValueError: A shape, number or device does not fit.
@@ -188,8 +188,8 @@ def batch_norm_rescale_(
 
     The weight is quantized times the factor gamma / sqrt(variance + eps), where a zero is 1. So scales in units of the weight
     change with its magnitude: `start` is multiplied by the present magnitude / the known one, and `rate` by the square of that.
-    The known one is then the present one. Where it was 0, the scales are for the running variance; where the variance is NaN,
-    no scale changes. Magnitudes beyond
+    The known magnitude is then the present one. Where it was 0, the scales are for the running variance; where the
+    variance is NaN, no scale changes. Magnitudes beyond
     [2^-30, 2^30] count as these bounds.
 
     With the last three arguments the factor takes a variance which holds for a step of the training: the running one
@@ -204,7 +204,7 @@ def batch_norm_rescale_(
         gamma: (C), the batch norm's weight, or None for 1.
         eps: The batch norm's.
         held: (C), the variance of the present step, like `variance`, changed in place.
-        taken: What the clock showed when `held` was taken, one element, int64, changed in place.
+        taken: The clock's value when `held` was taken, one element, int64, changed in place.
         clock: The clock, one element, int64.
 
     Returns:

@@ -35,7 +35,7 @@ class Codes:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The lowest and the highest quantized value, as ops are told."""
+        """The lowest and the highest quantized value, as ops take them."""
         return self.qmin, self.qmax
 
 
@@ -61,7 +61,7 @@ class WeightGrid:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a layer computes: with no stride a linear layer, otherwise a convolution with the arguments of torch's."""
+    """The geometry of a layer: with no stride a linear layer, otherwise a convolution with the arguments of torch's."""
 
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Geometry:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The same in one list, as ops are told (csrc/layer/layer.h).
+        """The same in one list, as ops take it (csrc/layer/layer.h).
 
         Raises:
             ValueError: The fields are not of one number of spatial dimensions.
@@ -144,7 +144,7 @@ def quant_weight(
 
 
 def _of_weight(weight: Tensor, grid: WeightGrid, factor: Tensor | None, updated: Tensor | None) -> tuple[Any, ...]:
-    """Return what ops are told of a weight, in the order of their schemas."""
+    """Return the arguments of ops for a weight, in the order of their schemas."""
     return weight, factor, grid.scale, grid.zero_point, grid.numbers, grid.grad_factor, updated
 
 
@@ -170,12 +170,12 @@ def quant_layer(
     are packed), and the weight as it is, not its quantized values.
 
     With `integer`, the sums of products are exact integer sums: by torch's int8 kernels for convolutions and
-    linear layers on the CPU, by products of int8 matrices for those without groups on a GPU, in float on integers elsewhere.
+    linear layers on the CPU, by products of int8 matrices for layers without groups on a GPU, in float on integers elsewhere.
     The output differs from the composition's by rounding alone; a NaN in x makes every result NaN, one in the weight all of its
     output channel. The gradients are the straight-through ones of the composition, computed in channels_last. The weight's
     grid has no zero point, integers that fit in int8, and one scale or one per output channel.
 
-    With `raw`, what x was before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
+    With `raw`, the tensor before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
     weight for another input, which takes less time for an image: the sum of the same terms in another order.
 
     `updated` has the indices of the output channels, int64, in which the weight has a gradient, and with it the factor and the

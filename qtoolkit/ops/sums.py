@@ -1,4 +1,4 @@
-"""Exact sums of products of integers. csrc/exact_sums.h has the rule of what is exact."""
+"""Exact sums of products of integers. csrc/exact_sums.h has the rule for exactness."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def may_round(x: Tensor, bounds: Bounds) -> bool:
 def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, transforms: bool = False) -> Tensor:
     """Return the exact sums of products of integers in float32, as integers in float32 or float64.
 
-    `product` is a convolution, a matrix product or another op that is linear in both arguments. Where float32 cannot hold a
+    `product` is a convolution, a matrix product or another op that is linear in both arguments. If float32 cannot hold a
     sum, the integers of x are split into digits of fewer bits: each part's sums are exact in float32, whose kernels are much
     faster than float64's. With `transforms` (see `may_transform`) it computes in float64.
     """

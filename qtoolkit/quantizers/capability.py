@@ -1,4 +1,4 @@
-"""Capability: what the integers of a quantizer are, and so what can compute on them."""
+"""Capability: the properties of a quantizer's integers, on which it depends which ops can compute on them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from qtoolkit.config import QuantSpec
 
 @dataclass(frozen=True)
 class Capability:
-    """What the integers of a quantizer are."""
+    """The properties of a quantizer's integers."""
 
     bits: int | None = None  # bits of a code; None where codes are no integers
     signed: bool = True  # whether codes may be negative

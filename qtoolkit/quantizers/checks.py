@@ -1,4 +1,4 @@
-"""What a TensorQuantizer refuses, as errors that begin with its name."""
+"""The errors of a TensorQuantizer, which begin with its name."""
 
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ def check_type(quantizer: "RangedQuantizer", x: Tensor) -> None:
 
 
 def check_not_recomputing(run: Run, name: str) -> None:
-    """Raise RuntimeError if the quantizer of this name would observe a second time what it observed in the forward."""
+    """Raise RuntimeError if the quantizer of this name would observe an input of the forward a second time."""
     if run.recomputes:
         raise RuntimeError(
             f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, so that its range, and the "

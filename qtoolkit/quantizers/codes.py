@@ -18,7 +18,7 @@ from qtoolkit.running import Run
 
 @dataclass(slots=True)
 class TensorCodes:
-    """The grid of a tensor's values, and their integers once somebody has asked for them."""
+    """The grid of a tensor's values, and their integers once they were asked for."""
 
     # The step size, positive, in a tensor of its own: an observer may change its quantizer's
     scale: Tensor
@@ -71,7 +71,7 @@ class TensorCodes:
         return replace(self, codes=None, tensor=_reference(run, y), version=version_of(run, y), raw=None, raw_version=0)
 
     def raw_of(self, run: Run, y: Tensor) -> RawInput | None:
-        """Return what y, the tensor, was before; None where that is not known, or somebody waits for the gradient of y."""
+        """Return the tensor before it became y; None if that is not known, or if y's gradient is needed elsewhere."""
         if self.raw is None or y._backward_hooks or y.retains_grad:
             return None
         is_same = version_of(run, self.raw.values) == self.raw_version  # else autograd says that it was changed
@@ -92,7 +92,7 @@ def codes_on(
 ) -> TensorCodes:
     """Return the integers of a tensor y on the grid of a quantizer with `Capability.codes`.
 
-    The scale, positive, and the zero point, rounded, are no other object's. `codes` are what an op returned: empty
+    The scale, positive, and the zero point, rounded, are no other object's. `codes` are from an op: empty
     where it gave none.
     """
     spec, given = quantizer.spec, None if codes is None or codes.numel() == 0 else codes

@@ -37,7 +37,7 @@ RANGES = (
 
 @dataclass(slots=True)
 class Watched:
-    """What a watcher knows of a quantizer."""
+    """The facts of a watcher about a quantizer."""
 
     steps: int = 0  # that optimizers have taken since the calibration
     clip_check_due: bool = False  # whether the next forward in training looks at its input
@@ -134,13 +134,13 @@ class Watcher:
 
 
 def _is_trained(quantizer: "TensorQuantizer") -> bool:
-    """Return whether learned scales have gradients: not before their training begins, nor in a copy of an averaged model."""
+    """Return whether learned scales have gradients: only after their training begins, and not in a copy of an averaged model."""
     own = [*quantizer.parameters()]
     return not own or any(parameter.grad is not None for parameter in own)
 
 
 def after(watched: Watched, of_input: bool) -> Watched:
-    """Return what is known of a quantizer after one more step.
+    """Return the facts about a quantizer after one more step.
 
     A new object where the next forward looks at its input, and after it: an op that computes the quantizer too notices.
     """

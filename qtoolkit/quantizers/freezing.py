@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def frozen_form(quantizer: "TensorQuantizer") -> Grid | DynamicActivation | ShapedActivation:
-    """Return a Grid with the present scale; with what shapes its input, if the quantizer does. It is off if this one is.
+    """Return a Grid with the present scale, and with the shape function of the quantizer, if it has one. It is off if this is.
 
     Raises:
         RuntimeError: It has no range.

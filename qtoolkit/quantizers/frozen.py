@@ -64,11 +64,12 @@ class Grid(Quantizer):
         name: The quantizer's name in error messages.
         of_weight: Whether it quantizes a weight.
         inserted: Whether a graph pass inserted it as a node of its own.
-        shape: What shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
+        shape: A function that shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
-        shape: What shapes a weight, as given. The export exchanges it for the shaped weight while it writes a file.
+        shape: The function that shapes a weight, as given. The export exchanges it for the shaped weight while it writes a
+            file.
         quantizes_as: How a runtime quantizes floats, of x, scale, zero point, qmin and qmax, where it rounds otherwise than
             `fake_quant`; else None.
 

@@ -155,7 +155,7 @@ class Quantizer(KeepsFloat32):
 
 
 def spec_fields(spec: QuantSpec) -> dict[str, Any]:
-    """Return the part of a spec that a state dict has: not how ranges are observed, nor the training options."""
+    """Return the part of a spec that a state dict has: without the options of observers and of training."""
     unneeded = ("observer", "observer_args", "quantizer_args")
     return {name: value for name, value in spec.values().items() if name not in unneeded}
 

@@ -30,7 +30,7 @@ DYNAMIC = Dynamic()
 class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
     """The part of `TensorQuantizer`, which has its arguments, that has the range: scale, zero point and observer.
 
-    Its kind, an entry of the table of quantizers, reads and writes what is stored.
+    Its kind, an entry of the table of quantizers, reads and writes the stored tensors.
     """
 
     _scale: Tensor
@@ -227,7 +227,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
     def set_weight_rate(self, quantized: Tensor, trained: Tensor) -> None:
         """Train the scale of a weight at the rate that its paper means for the parameter.
 
-        `trained` is the parameter, of the shape of what is quantized, which a batch norm may multiply before.
+        `trained` is the parameter, of the shape of the quantized tensor, which a batch norm may multiply before.
         """
         if not self.kind.LEARNED or not self.ready:
             return
@@ -238,7 +238,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.kind.set_weight_rate(self, of_quantized, of_trained, sharing)
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replace what was observed by what the observers of several processes did, each given by its `observer.state()`."""
+        """Replace the observations by those of several processes' observers, each given by its `observer.state()`."""
         shape = max((state["lo"].shape for state in states), key=lambda shape: shape.numel())
         if not self._shape_is_known and shape != self._scale.shape:
             self.resize(tuple(shape))
@@ -272,7 +272,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
     ) -> Tensor:
         """Multiply the scales by the change of a batch norm's factor since the last call; return a copy of the variance.
 
-        So the grid is the same in units of the weight, what is trained keeps its values, and its steps are the same. The
+        So the grid is the same in units of the weight, trained parameters keep their values, and their steps are the same. The
         running variance and gamma, the batch norm's weight, are (C). With `frozen`, scales with a frozen range move too.
         `of_step` has the last three arguments of `qtoolkit.ops.batch_norm_rescale_`.
         """
@@ -316,7 +316,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.resize(self.scale_shape(x))
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Give the scale, and what was observed, this shape."""
+        """Give the scale and the observations this shape."""
         self.observer.resize(shape)
         for tensor in (each for _, each in self._own_tensors() if each.is_floating_point()):
             tensor.data = tensor.data.new_full(shape, float(tensor.detach().flatten()[0]))

@@ -48,7 +48,7 @@ class StepClock:
             register_optimizer_step_post_hook(self._advance)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return what the clock shows on a device.
+        """Return the clock's value on a device.
 
         Raises:
             RuntimeError: A CUDA graph is being captured, and no forward in training has run on the device before.

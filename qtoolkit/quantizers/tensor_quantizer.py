@@ -74,7 +74,7 @@ class TensorQuantizer(RangedQuantizer):
 
     @property
     def state(self) -> State:
-        """What its range does in a forward: one of the five states in `qtoolkit.quantizers.states`."""
+        """The behavior of its range in a forward: one of the five states in `qtoolkit.quantizers.states`."""
         if self.observing:
             return CALIBRATING
         if self.kind.LEARNED:
@@ -114,7 +114,7 @@ class TensorQuantizer(RangedQuantizer):
     def reads_input(self, run: Run) -> bool:
         """Return whether forward reads its input for more than to quantize it, so that no other op may compute it.
 
-        A recomputation of gradient checkpointing does what the forward before it did: it must save the same tensors, also where
+        A recomputation of gradient checkpointing repeats the forward before it: it must save the same tensors, also where
         an optimizer has taken a step in between.
         """
         if run.compiled:
@@ -132,7 +132,7 @@ class TensorQuantizer(RangedQuantizer):
     def steps(self) -> int:
         """Steps of the training since the calibration, while they are the first 250; then -1. Waits for the device.
 
-        To set them begins or ends what happens in the first steps.
+        Setting them begins or ends the first steps.
         """
         if self.count_of_steps is not None and not self.count_of_steps.is_meta:
             return int(self.count_of_steps[1])
@@ -162,7 +162,7 @@ class TensorQuantizer(RangedQuantizer):
         self.steps = 0
 
     def end_step(self) -> None:
-        """Note a step of an optimizer, for what is said in the first steps, and end them after the last one.
+        """Note a step of an optimizer, for the warnings of the first steps, and end them after the last one.
 
         A range that has followed the data for all its steps takes the range of the last one, and observation ends.
         """
@@ -311,7 +311,7 @@ def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
 
 
 def has_own_forward(quantizer: TensorQuantizer) -> bool:
-    """Return whether somebody has derived or set the quantizer's forward, which takes the tensor alone."""
+    """Return whether the quantizer's forward was overridden or set: it then takes the tensor alone."""
     return type(quantizer).forward is not TensorQuantizer.forward or "forward" in vars(quantizer)
 
 

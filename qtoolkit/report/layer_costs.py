@@ -1,4 +1,4 @@
-"""What layers with one weight cost: multiplications, bytes and bits."""
+"""The costs of layers with one weight: multiplications, bytes and bits."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -39,7 +39,7 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
     """Return how many layers a target computes in float because of the configs of the user, for each kind and each reason.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. Layers whose weight or
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`. Layers whose weight or
             whose input a config leaves in float are not counted.
 
     Example:
@@ -65,7 +65,7 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
 def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend, known: Sequence[str] = ()) -> None:
     """Warn once of all layers that the configs of the user take out of the integer kernels.
 
-    `what` is the public function, and `known` what `lost_kernels` returned for the model before it.
+    `what` is the public function, and `known` the result of `lost_kernels` for the model before it.
     """
     lost = lost_kernels(model)
     if lost and set(lost) != set(known):

@@ -1,4 +1,4 @@
-"""What one execution of a file in a runtime gives."""
+"""The results of one execution of a file in a runtime."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

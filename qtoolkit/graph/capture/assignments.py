@@ -48,7 +48,7 @@ class StateError(RuntimeError):
 
 @contextmanager
 def undone_assignments(model: nn.Module, check: bool = True) -> Iterator[None]:
-    """Capture a model in a block; at its end the model, and what else holds values of the capture, is as before it.
+    """Capture a model in a block; at its end the model, and other holders of values of the capture, are as before it.
 
     With `check` it raises StateError if the forward reads a tensor that an earlier one has left, and assigns another one.
     """
@@ -66,7 +66,7 @@ def undone_assignments(model: nn.Module, check: bool = True) -> Iterator[None]:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator["Assignments"]:
-    """Run a model in a block; at its end the model, and what else its forward assigns to or writes into, is as before it."""
+    """Run a model in a block; at its end the model, and all that its forward assigns to or writes into, are as before it."""
     assignments = Assignments(model)
     try:
         with values_kept([*model.buffers(), *assignments.tensors_of_model()]):
@@ -91,12 +91,12 @@ class Space:
 
     @classmethod
     def of(cls, owner: str, kind: str, held: Any, module: tuple[str, nn.Module] | None) -> "Space":
-        """Return a space with what is in it now."""
+        """Return a space with its present contents."""
         space = cls(owner, kind, held, module, {})
         return replace(space, before=space.now())
 
     def now(self) -> dict[Any, object] | list[object]:
-        """Return a copy of what is in it."""
+        """Return a copy of its contents."""
         if isinstance(self.held, dict | type):
             return dict(dict.items(self.held) if isinstance(self.held, dict) else vars(self.held).items())
         return list(self.held)
@@ -112,7 +112,7 @@ class Space:
         return [] if is_same else [Change(self, [*same, False].index(False), self.before, now)]
 
     def values(self) -> list[object]:
-        """Return what was there before, without what torch keeps in every module."""
+        """Return the earlier contents, without the attributes of every torch module."""
         if isinstance(self.before, list):
             return self.before
         return [value for key, value in self.before.items() if key not in OF_TORCH]
@@ -127,7 +127,7 @@ class Change(NamedTuple):
     now: Any
 
     def undo(self) -> None:
-        """Put back what was there before."""
+        """Restore the earlier contents."""
         self._put(self.before)
 
     def make(self) -> None:
@@ -175,7 +175,7 @@ class Reads(TorchFunctionMode):
 
 
 class Assignments:
-    """What a forward may assign to, and the tensors of earlier forwards that it reads."""
+    """The objects that a forward may assign to, and the tensors of earlier forwards that it reads."""
 
     assigned: Sequence[Change] = ()  # what a run has assigned, which is undone
 
@@ -185,7 +185,7 @@ class Assignments:
         self.reads = Reads(_tensors_in(watched))
 
     def changes(self) -> list[Change]:
-        """Return what was assigned since: no modes, no modules of Python that were imported, nor what Python itself keeps."""
+        """Return what was assigned since, except for modes, imported Python modules and Python's own attributes."""
         found = [change for space in self.spaces for change in space.changes()]
         return [
             each
@@ -238,7 +238,7 @@ class Assignments:
 
 
 def _spaces(model: nn.Module) -> Iterator[Space]:
-    """Yield what a model's forward may assign to: attributes, buffers, and what these, and its classes, contain."""
+    """Yield the objects that a model's forward may assign to: attributes, buffers, their contents and those of its classes."""
     known: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # a leaf module
@@ -264,7 +264,7 @@ def _functions_of(model: nn.Module) -> list[FunctionType]:
 
 
 def _spaces_of_modules(functions: Sequence[FunctionType]) -> Iterator[Space]:
-    """Yield the variables of the Python modules of functions, and what these contain."""
+    """Yield the variables of the Python modules of functions, and the contents of these."""
     known: set[int] = set()
     for name, variables in _modules_of(functions).items():
         yield Space.of(name, "variable", variables, None)

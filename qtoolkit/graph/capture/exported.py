@@ -155,7 +155,7 @@ def _in_both_modes(
 ) -> tuple[fx.GraphModule, dict[nn.Module, fx.Node]]:
     """Return a program that follows the modes of some submodules, and the node that reads the mode of each.
 
-    Where the programs of both modes do not become one, it is the program of eval mode; UntraceableError if one of
+    If the programs of both modes cannot be merged, it is the program of eval mode; UntraceableError if one of
     these submodules is in training mode.
     """
     modes: dict[nn.Module, fx.Node] = {}
@@ -316,7 +316,7 @@ def _module_of(model: nn.Module, captured: fx.GraphModule, modes: Mapping[nn.Mod
 
 
 def _without_forward(module: nn.Module, called: Collection[nn.Module], made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a module that holds what another one does, or the other one, if the graph calls it."""
+    """Return a module with the contents of another one, or the other one, if the graph calls it."""
     if module in called:
         return module
     if module not in made:

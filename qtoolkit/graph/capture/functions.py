@@ -148,7 +148,7 @@ def _packing() -> list[Patch]:
 def _checks() -> list[Patch]:
     """Return the functions that torch._check and similar ones call, which refuse traced values, with others that take them.
 
-    Where a torch has no such functions, `prepare` names the line of the check.
+    If torch has no such functions, `prepare` names the line of the check.
     """
 
     def check(error_type: type[Exception], cond: bool | torch.SymBool | fx.Proxy, message: Message) -> None:

@@ -19,7 +19,7 @@ TOLERANCE = 1e-3  # of the norm of an output, or of the number of its elements
 
 
 class Expected:
-    """What a model computes for example inputs in its own mode and in eval mode, before its graph is made.
+    """The results of a model for example inputs in its own mode and in eval mode, before its graph is made.
 
     These are its outputs, and its buffers after the forward. Its state does not change. With `of_own_mode` it is not
     run in eval mode, unless that is its own. Raises UntraceableError: the result of a forward depends on what an

@@ -34,7 +34,7 @@ from qtoolkit.wrapped import WRAPPERS, wrapper_of
 
 
 class Captured(NamedTuple):
-    """A model as a graph, and what its forward did while it was traced."""
+    """A model as a graph, and the facts about its forward that tracing found."""
 
     gm: QuantizedGraphModule
     calls: tuple[BlockCall, ...]  # the calls of its blocks
@@ -113,7 +113,7 @@ def run(
 
 
 class _Trace(NamedTuple):
-    """A tracer and what it has made."""
+    """A tracer and its results."""
 
     tracer: ModelTracer
     traced: Traced
@@ -142,7 +142,7 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, object]) -> f
 def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[_Trace, list[str], tuple[str, ...]]:
     """Trace a model so that its graph follows the mode, where it can.
 
-    A forward may set what its next call reads, as models of transformers note in their config which loss they compute. So
+    A forward may set values that its next call reads: models of transformers note in their config which loss they compute. So
     where the other mode has other ops, this mode is traced once more. Returns the trace; what `norms.run` returns; and the
     submodules of which the graph has the branch of this mode in both modes.
     """

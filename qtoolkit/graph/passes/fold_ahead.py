@@ -1,6 +1,6 @@
 """Fold batch norms without a layer before them into the layers that take their outputs, in eval mode, where that is exact.
 
-In training mode such a batch norm is computed by torch, and stays an op: its output is what the layers quantize.
+In training mode such a batch norm is computed by torch, and stays an op: the layers quantize its output.
 """
 
 from collections.abc import Iterator, Sequence

@@ -86,7 +86,7 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
 
 
 def _takes_another(node: fx.Node) -> bool:
-    """Return whether a node takes a value in training mode that is not computed from the one that it takes in eval mode."""
+    """Return whether a node takes a value in training mode that is not computed from the value that it takes in eval mode."""
     if not chooses_by_mode(node) or is_output(node):
         return False
     _, in_training, in_eval = node.args

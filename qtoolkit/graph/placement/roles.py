@@ -17,9 +17,9 @@ from qtoolkit.op_kinds.table import NO_OPS, OTHER
 class Roles:
     """The role of each op of a graph, by the backend's table and the user's rules, and the units that ops form.
 
-    A user's rule with config None makes an op float. One that names an op itself, with a config, makes a float op "compute" (a
-    regular expression only ops of a known kind). A unit is an op with the batch norm and the activation that follow it and
-    have no other input: one op on the target.
+    A user's rule with config None makes an op float. A rule that names an op itself, with a config, makes a float op
+    "compute" (a regular expression only ops of a known kind). A unit is an op with the batch norm and the activation that
+    follow it and have no other input: one op on the target.
     """
 
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:

@@ -1,4 +1,4 @@
-"""Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a function and its quantizer.
+"""Ops in a graph that run as one: chains of a batch norm with its neighbours, and pairs of a function and its quantizer.
 
 A chain begins with the layer before its batch norm. The graph stays as it is; only the forward that is written has a
 unit for a chain, or calls `qtoolkit.graph.program.epilogue` if no layer is in it, and has a unit for a pair.
@@ -79,7 +79,7 @@ class Chain:
         return "; ".join(filter(None, said))
 
     def _activation(self) -> nn.Module | Bounds | None:
-        """Return the module of the activation, or what it computes."""
+        """Return the module of the activation, or its function."""
         return self.bounds if self.activation is None or self.bounds is not None else module_of(self.activation)
 
     def _joined(self, found: Unit) -> list[fx.Node]:
@@ -109,7 +109,7 @@ class FunctionPair:
 
 
 class ChainFinder:
-    """Finds the chains among the nodes that one function runs, in order; `results` are those that it returns."""
+    """Finds the chains among the nodes that one function runs, in order; `results` are its results."""
 
     def __init__(self, nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> None:
         self.order = {node: place for place, node in enumerate(nodes)}

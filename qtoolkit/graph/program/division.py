@@ -85,7 +85,7 @@ class Division:
         return found
 
     def _path_around(self, node: fx.Node, users: Sequence[list[int]]) -> list[int]:
-        """Return the calls around an inserted node: the innermost that has all its users, and those that make its input.
+        """Return the calls around an inserted node: the innermost that has all its users, and the calls that make its input.
 
         A call that makes the input of the node, and has a user of it, cannot take the node's result from outside.
         """
@@ -143,7 +143,7 @@ class Division:
         return map_leaves(tree, lambda leaf: self.current.get(leaf.node) if isinstance(leaf, Value) else leaf)
 
     def items(self, index: int) -> Iterator[fx.Node | int]:
-        """Yield what a part runs, in order: nodes, and the indices of the calls of blocks."""
+        """Yield the contents of a part, in order: nodes, and the indices of the calls of blocks."""
         called = set[int]()
         for node in self.members[index]:
             path = self.path_of[node]

@@ -1,4 +1,4 @@
-"""A batch norm in training with what follows it, in one op: a residual add, an activation and a quantizer.
+"""A batch norm in training with the ops after it, in one op: a residual add, an activation and a quantizer.
 
 The ops that a graph has are called one by one wherever that can make a difference: in eval mode, for other kinds of batch norms
 and strategies, where hooks watch a module, while a quantizer observes. The forward of a prepared model asks at each call.
@@ -56,12 +56,12 @@ def epilogue_of(
     activate: Callable[[Tensor], Tensor] | None = None,
     bounds: Bounds | None = None,
 ) -> Callable[..., tuple[Tensor, TensorCodes | None]]:
-    """Return the function that computes a batch norm with what follows it.
+    """Return the function that computes a batch norm with the ops after it.
 
-    `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds` what it
-    computes. The result is a function of what runs, the batch norm's input (what `layer_output` returned, if there is a layer),
-    the residual, its integers, the layer, the batch norm, the module of the activation and the quantizer. None stands for those
-    that there are not. It returns the output and its integers.
+    `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds`
+    are its bounds. The result is a function of the run, the batch norm's input (the result of `layer_output`, if there
+    is a layer), the residual, its integers, the layer, the batch norm, the module of the activation and the quantizer,
+    each None where it is missing. It returns the output and its integers.
     """
 
     def epilogue(
@@ -142,7 +142,7 @@ def _is_faster_in_torch(input: Tensor) -> bool:
 
 
 def fits(bn: Any, size: torch.Size) -> bool:
-    """Return whether the op takes inputs of a size; the batch norm has the errors for one that it does not take either."""
+    """Return whether the op takes inputs of a size; the batch norm has the errors for sizes that it does not take either."""
     has_values = size.numel() > size[1] or type(bn) is QuantSyncBatchNorm  # other ranks may have them
     is_taken = is_folded(bn) or (size[1] == bn.num_features and has_values)
     return len(size) in DIMENSIONS[type(bn)] and is_taken

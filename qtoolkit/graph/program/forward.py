@@ -28,8 +28,8 @@ def compile_forward(
 ) -> Forward:
     """Compile the program of a model and of each block that can run its own part of the graph.
 
-    The other blocks are told why they cannot. `calls` are of the model and its blocks: none while it is made, which
-    compiles nothing. Without `products` the forward calls only ops of the graph. `plain` is what torch.fx writes.
+    The other blocks get the reason why they cannot. `calls` are of the model and its blocks: none while it is made, which
+    compiles nothing. Without `products` the forward calls only ops of the graph. `plain` is torch.fx's forward.
 
     The forward of the model runs, in training, the units of the whole graph in one piece; in eval mode, in exports and while a
     block is watched (it has a hook, for example), it calls the blocks.
@@ -49,7 +49,7 @@ def compile_forward(
 
 
 def _entered(code: Forward) -> Forward:
-    """Return the forward of a block, which asks what runs."""
+    """Return the forward of a block, which asks for the present run."""
 
     @functools.wraps(code)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
@@ -67,7 +67,7 @@ def _code_of(owner: nn.Module, division: Division, index: int, products: Product
 def _with_units(owner: nn.Module, division: Division, index: int, products: Products | None, plain: Forward) -> Forward:
     """Return a forward of a part that runs units where its owner trains, and no tracer or hook needs the nodes of the graph.
 
-    Its first argument is what runs.
+    Its first argument is the run.
     """
     writer = None if products is None else UnitWriter(division, index, products)
     units = plain if writer is None or not writer.changed else compiled(writer.write(), division.calls[index].block)

@@ -77,7 +77,7 @@ class UnitWriter(Writer):
         return all(isinstance(node, fx.Node) and self._leaves_tensors(node) for node in between)
 
     def _leaves_tensors(self, node: fx.Node) -> bool:
-        """Return whether a node changes no tensor that others read; what is not in the table of ops might."""
+        """Return whether a node changes no tensor that others read; ops that are not in the table might."""
         if node in self.inner or is_quantizer(node):
             return True
         return kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None
@@ -168,7 +168,7 @@ class UnitWriter(Writer):
             self.codes[last] = self._item(result, 1, f"{last.name}_codes")
 
     def _called(self, function: Callable[..., object], args: Any, kwargs: Any, name: str) -> fx.Node:
-        """Write a call that takes what runs before the arguments."""
+        """Write a call that takes the run before the arguments."""
         if self.run is None:
             self.run = self.graph.create_node("call_function", running, name="run")
         return self.graph.create_node("call_function", function, (self.run, *args), kwargs, name=name)
@@ -232,7 +232,7 @@ class UnitWriter(Writer):
 
 
 def _function(node: fx.Node) -> Function | None:
-    """Return what an op before a quantizer computes; None where it is not computed with it."""
+    """Return the function of an op before a quantizer; None if it is not computed with the quantizer."""
     if len(node.args) != 1 or not isinstance(node.args[0], fx.Node) or node.kwargs:
         return None
     return function_of_module(module_of(node)) if node.op == "call_module" else OF_FUNCTION.get(node.target)

@@ -31,9 +31,9 @@ OF_STRIDES = ("view", "view_as", "as_strided")
 
 
 def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that computes what another one does, in channels_last in training where that is faster.
+    """Return a forward that computes the same as another one, in channels_last in training where that is faster.
 
-    Both take what runs before the model. The 2-d convolutions of the model are told in which memory format to return images.
+    Both take the run before the model. The 2-d convolutions of the model get the memory format for their images.
     """
     names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
     converts = bool(names) and _takes_any_strides(gm) and not _has_unsafe_gradient(gm)

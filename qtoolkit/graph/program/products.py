@@ -53,6 +53,6 @@ def link_products(
 
 
 def sentence(node: fx.Node, how: Product) -> str:
-    """Return how a product computes in training and what it keeps for backward."""
+    """Return how a product computes in training and which tensors it keeps for backward."""
     described = fused_attention.described if node.target is ATTENTION else product.described
     return described(how.sources, how.arithmetic)

@@ -14,7 +14,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 def renormalize_table(module: nn.Module) -> None:
     """Renormalize all rows of an embedding with `max_norm`, float or quantized, and set `max_norm` to None.
 
-    Lookups then return what they returned before, and change nothing: for a table that is not trained any more.
+    Lookups then return the same values, and change nothing: for a table that is not trained any more.
     """
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         _renormalize(module, _all_rows(module))

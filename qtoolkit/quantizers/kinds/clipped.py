@@ -45,7 +45,7 @@ class Clipped(FromStart):
     def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the grid of the trained range.
 
-        The grid's own bounds lie beside the trained ones, since zero is on it: the zero point has the gradient at those.
+        The grid's own bounds lie beside the trained ones, since zero is on it: the zero point has the gradient at these.
         """
         spec = quantizer.spec
         if quantizer._zero_point is None:

@@ -44,11 +44,11 @@ class FromStart(QuantizerKind):
         return dict.fromkeys(self.ratios(spec), 1.0)
 
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the start, its rate and the zero point as buffers, and what is trained."""
+        """Return the start, its rate and the zero point as buffers, and the trained parameters."""
         return {**super().tensors(spec, shape), "_rate": torch.ones(shape, dtype=scale_dtype())}
 
     def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the grid as the start of what is trained. An activation's rate follows from it, a weight's is kept."""
+        """Store the grid as the start of training. An activation's rate follows from it, a weight's is kept."""
         before = quantizer._scale.clone()
         super().set_grid(quantizer, scale, zero_point)
         if quantizer.of_weight:
@@ -85,7 +85,7 @@ class FromStart(QuantizerKind):
 
 
 def start_of(quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
-    """Return the start of what is trained, and its rate.
+    """Return the start of the trained parameters, and their rate.
 
     In a training that torch.export records these are copies: the next call of the layer writes the change of its batch norm's
     factor into the tensors, and autograd would refuse the backward of this call.

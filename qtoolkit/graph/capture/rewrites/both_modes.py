@@ -77,7 +77,7 @@ class Choice:
 def merge(
     own: Traced, other: Traced, branching: Collection[nn.Module], mode_of: Callable[[nn.Module], fx.Node]
 ) -> bool:
-    """Let a graph compute what the graph of the other mode does, where the model is in that mode; return whether it does.
+    """Let a graph compute the graph of the other mode too, when the model is in that mode; return whether it does.
 
     `branching` are the submodules that have another mode in the other graph; `mode_of` returns the node that reads the mode of
     a submodule, before all ops. If it returns False, the graph is unchanged: ops that only training mode has change a tensor in
@@ -175,7 +175,7 @@ class _Merge:
         return any(isinstance(choice.own, fx.Node) for choice in _choices_in(*self._arguments(mine, theirs)))
 
     def _pair(self, mine: fx.Node, theirs: fx.Node) -> None:
-        """Let a node compute what the node like it does; both stay where it cannot take the arguments of the other mode."""
+        """Let a node compute the node like it too; both stay if it cannot take the arguments of the other mode."""
         if all(choice.is_possible for choice in _choices_in(*self._arguments(mine, theirs))):
             self.others[theirs] = mine
         else:
@@ -198,7 +198,7 @@ class _Merge:
         return self.mode_of(self.modules[node]) if node in self.modules else self.others[node]
 
     def undo(self) -> None:
-        """Remove what was put into this graph."""
+        """Remove the nodes that were added to this graph."""
         unused = (node for node in self.own.modes.values() if not node.users)
         for node in (*reversed(self.copies), *unused):
             self.own.graph.erase_node(node)
@@ -324,7 +324,7 @@ def _ops(traced: Traced) -> list[fx.Node]:
 
 
 def _key(traced: Traced, node: fx.Node) -> tuple[object, ...]:
-    """Return what nodes that may become one have in common: what they call, where, and the kinds of inputs and outputs."""
+    """Return the properties that nodes must share to become one: what they call, where, and the kinds of inputs and outputs."""
     facts, takes = facts_of(node), map_leaves((node.args, node.kwargs), lambda leaf: isinstance(leaf, fx.Node))
     return node.op, node.target, traced.calls[facts.call or ROOT].block, replace(facts, call=None), str(takes)
 
@@ -426,7 +426,7 @@ def _is_number(value: object) -> bool:
 
 
 def keep_eval(graph: fx.Graph) -> None:
-    """Let a graph take the values of eval mode, and remove what only the others need."""
+    """Let a graph take the values of eval mode, and remove nodes that only the others need."""
     for node in graph.find_nodes(op="call_function", target=by_mode):
         for user in list(node.users):
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_in_eval, node))

@@ -37,7 +37,7 @@ def run(traced: Traced) -> None:
 
 
 def _torch_layer(name: str, module: nn.Module, calls: Sequence[fx.Node]) -> nn.Module | None:
-    """Return torch's layer that computes what calls of a function with a module's weight do; None where there is none."""
+    """Return torch's layer that computes the same as calls of a function with a module's weight; None if there is none."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     has_more = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
     own = all(_takes_parameters(call, name, bias is not None) for call in calls)

@@ -42,7 +42,7 @@ class TorchModes:
             raise RuntimeError(f"torch.autocast is entered here, {LOST}.")
 
         def note_grad_mode(enabled: bool) -> None:
-            """Set torch's grad mode, and note whether a torch.no_grad block is entered; refuse what no graph records."""
+            """Set torch's grad mode, and note whether a torch.no_grad block is entered; refuse modes that no graph records."""
             if not torch.is_grad_enabled() and not self.no_grad and enabled:
                 raise RuntimeError(FUNCTION)
             entered = not enabled and (torch.is_grad_enabled() or self.no_grad)

@@ -16,7 +16,7 @@ from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.running import Run
 
 OF_ROWS = ("start", "ratio", "rate", "zero_point", "lo", "hi")
-"""What has an element for each scale of a weight, or for each of its rows."""
+"""A tensor with an element for each scale of a weight, or for each of its rows."""
 
 
 class AttentionUnit:
@@ -75,7 +75,7 @@ class ProjectionUnit(LayerUnit):
         return self.run_modules(run, (projection, None), x, input_codes)[0]
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules."""
+        """Return the values on which a plan depends besides the modules."""
         return kind_of_inputs(modules[0].weight, x)
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> LayerPlan | None:

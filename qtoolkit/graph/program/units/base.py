@@ -1,4 +1,4 @@
-"""What all units share: the decision how a unit computes, made once and kept while its modules are as they were.
+"""The base of all units: the decision how a unit computes, made once and kept while its modules are as they were.
 
 The computation of a unit depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided
 once, and holds as long as the attributes of these modules are the same objects, which `Snapshot` compares in some
@@ -27,7 +27,7 @@ WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backwar
 CHANGING = ("warned", "last_read_input")
 # All other hooks are ignored too, as of state dicts, by the names that this version of torch gives a module.
 IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
-"""Attributes on which it does not depend what a unit is."""
+"""Attributes that do not change a unit."""
 
 OF_STEPS = frozenset({"watched", "count_of_steps"})
 """Attributes of quantizers that the step of an optimizer changes (see `TensorQuantizer.end_step`)."""
@@ -44,7 +44,7 @@ Fields = dict[str, Any]
 """Arguments of an op, by the names of the fields of its unit in the library."""
 
 Varying = tuple[dict[str, Tensor | None], Fields]
-"""What may differ from call to call: tensors, in one order, and numbers."""
+"""The values that may differ from call to call: tensors, in one order, and numbers."""
 
 Result = tuple[Tensor, TensorCodes | None]
 """The output of a unit, with its integers."""
@@ -52,7 +52,7 @@ Result = tuple[Tensor, TensorCodes | None]
 
 @dataclass(slots=True)
 class LastCall:
-    """The last call of an op, for those after it."""
+    """The last call of an op, for later ones."""
 
     numbers: Fields  # what may differ from call to call besides tensors
     # computes the op from the tensors that may differ. It returns nothing where its other arguments might too
@@ -73,7 +73,7 @@ class UnitPlan:
             self.fields.update(_of_output(self.output))
 
     def with_output(self, tensors: dict[str, Tensor | None], numbers: Fields) -> Varying:
-        """Return what varies, with the grid of an output that is made at each call."""
+        """Return the values that vary, with the grid of an output that is made at each call."""
         if isinstance(self.output, OutputGrid):
             return tensors, numbers
         grid = _of_output(self.output())
@@ -96,7 +96,7 @@ class CachedFusedOp(Generic[P]):
     """
 
     KIND: ClassVar[Any]
-    """The class of the library that has what the op is told (csrc/unit/unit.h)."""
+    """The class of the library that holds the op's arguments (csrc/unit/unit.h)."""
 
     def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
         self.root, self.names = ref(root), tuple(names)
@@ -163,7 +163,7 @@ class CachedFusedOp(Generic[P]):
         return self.output(run, plan, modules[-1], *results)
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules; None where there is none."""
+        """Return the values on which a plan depends besides the modules; None without a plan."""
         raise NotImplementedError
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> P | None:
@@ -171,7 +171,7 @@ class CachedFusedOp(Generic[P]):
         raise NotImplementedError
 
     def _varying(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
-        """Return what the op is told besides what the plan says; None if x has no integers."""
+        """Return the op's arguments that the plan does not hold; None if x has no integers."""
         raise NotImplementedError
 
     def output(self, run: Run, plan: P, quantizer: Any, y: Tensor, *grid: Tensor) -> Result:
@@ -244,9 +244,9 @@ class LayerArguments:
         factor: Callable[[], Tensor | None],
         name: str | None,
     ) -> Varying | None:
-        """Return what the op is told besides; None if x has no integers.
+        """Return the op's other arguments; None if x has no integers.
 
-        `call` is the number of the layer's call. `factor` returns what multiplies the output channels of the weight before it
+        `call` is the number of the layer's call. `factor` returns the factors of the output channels of the weight before it
         is quantized, or None.
         """
         codes = codes_of(run, x, layer.source_at(call), self.others["integer"], input_codes)
@@ -273,7 +273,7 @@ class LayerArguments:
 
 
 def layer_arguments(run: Run, layer: Any, x: Tensor) -> LayerArguments | None:
-    """Return what an op is told about a layer of an input like x; None where it may not compute it."""
+    """Return the arguments of an op for a layer of an input like x; None if the op may not compute it."""
     g = layer.geometry(x)
     if g is None:
         return None
@@ -295,7 +295,7 @@ def layer_arguments(run: Run, layer: Any, x: Tensor) -> LayerArguments | None:
 
 
 def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | None:
-    """Return on what it depends, besides the modules, how an op computes a layer of a parameter; None without that."""
+    """Return the values, besides the modules, on which an op's way to compute a layer of a parameter depends, or None."""
     if weight is None:
         return None
     return x.shape, x.stride(), x.dtype, x.device, weight.dtype, on_codes.computed_type(weight, x)

@@ -35,7 +35,7 @@ def _gelu(approximate: str) -> Function:
 
 
 OF_OP = ("function", "shape", "weight", "bias", "eps")
-"""The names of what a `Function` has."""
+"""The fields of a `Function`."""
 
 NONE, PRELU = NO_FUNCTION, "prelu"
 COMPILED = ("gelu", "gelu_tanh", "silu", PRELU)
@@ -62,9 +62,9 @@ class FunctionPlan(UnitPlan):
 class FunctionUnit(CachedFusedOp[FunctionPlan]):
     """A function of one tensor and the quantizer of its result; the forward of a prepared model calls `run`.
 
-    The function is the `module` of this name, or the one that is `called` in the graph and computes `function`; or there is
-    none. `with_codes` is whether an op takes the result as integers, and `narrow` whether a layer alone takes the result: then
-    autocast would round it to its type, and the op does.
+    The function is the `module` of this name, or the function that is `called` in the graph and computes `function`; or
+    there is none. `with_codes` is whether an op takes the result as integers, and `narrow` whether a layer alone takes the
+    result: then autocast would round it to its type, and the op does.
     """
 
     KIND = torch.classes.qtoolkit.FunctionUnit
@@ -106,7 +106,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         return self._one_by_one(run, x, module, quantizer)
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules."""
+        """Return the values on which a plan depends besides the modules."""
         return x.shape, x.dtype, x.device, _autocast_type(x)
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> FunctionPlan | None:
@@ -139,7 +139,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
 
 
 def function_of_module(module: nn.Module) -> Function | None:
-    """Return what a module computes, if an op computes it with a quantizer."""
+    """Return the function of a module, if an op computes it with a quantizer."""
     found = OF_MODULE.get(type(module))
     return None if found is None else found(module)
 
@@ -168,7 +168,7 @@ def _takes(function: Function, x: Tensor) -> bool:
 
 
 def _takes_prelu(weight: Any, x: Tensor) -> bool:
-    """Return whether the op gives a result of torch's dtype; PReLU itself has the errors for what the op does not take."""
+    """Return whether the op gives a result of torch's dtype; PReLU itself has the errors for other inputs."""
     if type(weight) is not nn.Parameter or (weight.numel() != 1 and (x.dim() < 2 or x.size(1) != weight.numel())):
         return False
     if (autocast := _autocast_type(x)) is not None:

@@ -61,7 +61,7 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
         return quantized_by(run, quantizer, called_with(layer, input_codes, x, **numbered(self.call)), self.with_codes)
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules; None where there is none."""
+        """Return the values on which a plan depends besides the modules; None without a plan."""
         return kind_of_inputs(modules[0]._parameters.get("weight"), x)
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> LayerPlan | None:
