@@ -80,7 +80,7 @@ class Verdict:
 
     @classmethod
     def put_in(cls, kind: str) -> "Verdict":
-        """Return the verdict on an op or a layer of this type that replaces the one of the plan and has no quantizer."""
+        """Return the verdict on an op or a layer of this type that replaces the plan's and has no quantizer."""
         return cls.left_float(Cause.PUT_IN, f"{with_article(kind)} that was added after the model was quantized")
 
 

@@ -217,7 +217,7 @@ def test_a_model_that_needs_example_inputs_says_so() -> None:
     ids=["name", "backend", "mapping"],
 )
 def test_an_argument_in_the_place_of_the_example_inputs(second: object, words: str) -> None:
-    with pytest.raises(TypeError, match=rf"^prepare: example_inputs must be what the model takes, {words}"):
+    with pytest.raises(TypeError, match=rf"^prepare: example_inputs must be the model's inputs, {words}"):
         qt.prepare(Net(), second, IMAGES)
 
 

@@ -238,10 +238,10 @@ def test_the_package_does_not_grow_unseen() -> None:
 
 
 MOST_PHRASES = {  # phrases to read twice (tests/plain_english.py): in README.md and docs, and in qtoolkit and csrc
-    "a pronoun for a noun": (34, 40),
+    "a pronoun for a noun": (34, 39),
     "'behind' for 'after'": (95, 76),
     "'codes' for quantized values": (421, 453),
-    "a noun clause as the subject": (17, 20),
+    "a noun clause as the subject": (17, 17),
     "an inversion": (9, 2),
     "history in a guide": (8, 17),
     "a rare word": (8, 4),

@@ -94,7 +94,7 @@ def prelu_fake_quant(
 
 
 def snapshot(x: Tensor, *, changes: bool = False) -> Tensor:
-    """Return a detached copy of x, which compilers save for backward and never recompute.
+    """Return a detached copy of x, that compilers save for backward and never recompute.
 
     Without it, torch.compile's partitioner recomputes values in backward from buffers that the forward has updated in
     place (batch norm's statistics on torch 2.13 and 2.14, for example: wrong gradients under inductor).

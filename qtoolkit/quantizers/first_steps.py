@@ -134,7 +134,7 @@ class Watcher:
 
 
 def _is_trained(quantizer: "TensorQuantizer") -> bool:
-    """Return whether learned scales have gradients: only after their training begins, and not in a copy of an averaged model."""
+    """Return whether learned scales have gradients: after their training begins, and not in a copy of an averaged model."""
     own = [*quantizer.parameters()]
     return not own or any(parameter.grad is not None for parameter in own)
 

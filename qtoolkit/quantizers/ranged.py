@@ -238,7 +238,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.kind.set_weight_rate(self, of_quantized, of_trained, sharing)
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replace the observations by those of several processes' observers, each given by its `observer.state()`."""
+        """Replace the observations by all processes' observations, each given by its `observer.state()`."""
         shape = max((state["lo"].shape for state in states), key=lambda shape: shape.numel())
         if not self._shape_is_known and shape != self._scale.shape:
             self.resize(tuple(shape))

@@ -55,7 +55,7 @@ class LoadsFloatCheckpoints(nn.Module):
         latest_load(missing_keys).add(prefix, missing, any(key.startswith(prefix) for key in state_dict))
 
     def leave_meta_device(self) -> None:
-        """Set tensors that are not in the state dict to zero, on the device of those that `load_state_dict(assign=True)` set."""
+        """Set tensors that are not in the state dict to zero, on the device of those from `load_state_dict(assign=True)`."""
         device = next((buffer.device for buffer in self.buffers(recurse=False) if not buffer.is_meta), None)
         for name in self._non_persistent_buffers_set if device is not None else ():
             buffer = self._buffers[name]

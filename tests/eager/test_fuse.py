@@ -257,9 +257,7 @@ def test_batch_norms_replaced_after_linking_raise() -> None:
     check_links(nn.ModuleList([replaced]))
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(replaced)
     for whole, part in ((synchronized, ""), (nn.ModuleList([synchronized]), r"0\.")):
-        words = (
-            rf"'{part}0\.bn' that is linked to layer '{part}0\.conv' is not in the model: .* a SyncBatchNorm\."
-        )
+        words = rf"'{part}0\.bn' that is linked to layer '{part}0\.conv' is not in the model: .* a SyncBatchNorm\."
         with pytest.raises(ValueError, match=words):
             check_links(whole)
 

@@ -238,7 +238,7 @@ class Assignments:
 
 
 def _spaces(model: nn.Module) -> Iterator[Space]:
-    """Yield the objects that a model's forward may assign to: attributes, buffers, their contents and those of its classes."""
+    """Yield the objects that a model's forward may assign to: attributes, buffers, and what is in these or its classes."""
     known: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # a leaf module

@@ -136,5 +136,5 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
                 setattr(self, name, torch.zeros_like(tensor, device=device))
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replace the observations by those of several observers; their states include this observer's own."""
+        """Replace the observations by several observers' observations; their states include this observer's own."""
         raise NotImplementedError

@@ -44,7 +44,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _traced(block: nn.Module, name: str) -> TracedBlock:
-    """Return a block's container, with its tensors, submodules and plain values, and the attributes that an integration reads."""
+    """Return a block's container, with its tensors, submodules, plain values, and the attributes for integrations."""
     kind = traced_type(type(block))  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
     result = kind.__new__(kind)
     nn.Module.__init__(result)
