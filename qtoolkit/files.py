@@ -135,8 +135,7 @@ def _remove_stale(folder: Path, prefix: str) -> None:
 
 
 def is_abandoned(entry: Path, prefix: str) -> bool:
-    """Return whether no process writes the file with a name of `own_name` any more: its process does not run, or it is a
-    day old.
+    """Return whether a file with a name of `own_name` has no writer: its process does not run, or it is a day old.
 
     For a process of another machine, only the age tells.
     """

@@ -1,4 +1,4 @@
-"""The present run of a forward: torch as it is called, a recomputation, a transform, a compiler or an exporter. This file asks torch.
+"""The present run of a forward: torch as it is called, a recomputation, a transform, a compiler or an exporter.
 
 Call `running` where a call enters: in the forward of a prepared model, a module, an op or a hook. Functions that are
 called from there take the answer as their argument `run`. Where torch calls a module in between, the module asks again.

@@ -67,9 +67,8 @@ inline void check_norm_input(const char* op, const at::Tensor& x, bool with_tota
   if (with_totals) return;
   c10::SymInt values = x.sym_size(0);
   for (int64_t d = 2; d < x.dim(); ++d) values = values * x.sym_size(d);
-  TORCH_CHECK_VALUE(values > 1, op,
-                    ": x must have more than 1 value for each channel, to compute a variance, got ", values,
-                    " (shape ", x.sym_sizes(), "); use larger batches, or put the batch norm in eval mode.");
+  TORCH_CHECK_VALUE(values > 1, op, ": x must have more than 1 value for each channel, to compute a variance, got ",
+                    values, " (shape ", x.sym_sizes(), "); use larger batches, or put the batch norm in eval mode.");
 }
 
 // What batch_norm_totals returned for x, whose channels are `channels`.
