@@ -24,7 +24,7 @@ from qtoolkit.errors import check_known, shown
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
 
-# The default of a required argument `backend` that stands behind optional ones.
+# The default of a required argument `backend` after optional ones.
 REQUIRED = "<required>"
 
 Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
@@ -209,7 +209,7 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # pooling does not: like every op without weights (linear resizes too) it is quantized only together with its output. All
 # inputs of a concat have one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay float: a gate times a
 # convolution fuses without Q/DQ. Weights stay float with both nodes, which all its parsers read. Transposed convolutions:
-# axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8 only with Q/DQ behind
+# axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8 only with Q/DQ after
 # its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op there is none; in
 # half precision it is fused as it stands. Attention of matrix products and a softmax has all of them. Networks are strongly
 # typed: what the file has in float32 is computed in float32. A pair of float16 has a scale of float16 (ONNX, QuantizeLinear
@@ -250,17 +250,17 @@ TENSORRT8 = replace(
 
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
 # weights symmetric per channel. The file stores weights in uint8 with a zero point of 128 (U8U8): processors without VNNI add
-# products of uint8 and int8 codes in 16 bits, which saturate (the same page, "When and why do I need to try U8U8?"). What
+# products of uint8 and int8 in 16 bits, which saturate (the same page, "When and why do I need to try U8U8?"). What
 # follows was measured with 1.30 at its default optimization level (the table in docs/runtimes.md), and agrees with its
 # selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc): QLinearConv, QLinearAdd,
 # QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only if their one output goes to a
 # QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join that the saturation of a
 # QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes onnxruntime quantizes the
-# weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on codes. One that only
+# weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run in integers. One that only
 # outputs of the graph take is fastest without Q/DQ nodes. Linear resizes have no integer kernel either: between Q/DQ nodes
 # they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax, which run in float
 # even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases are int32
-# (core/optimizer/qdq_transformer/weight_bias_quantization.cc). Batch norms have no integer kernel: six of 512 channels behind
+# (core/optimizer/qdq_transformer/weight_bias_quantization.cc). Batch norms have no integer kernel: six of 512 channels after
 # ReLUs took 4.4 of 10 ms, and 0.3 ms as depthwise convolutions.
 ONNXRUNTIME = Backend(
     name="onnxruntime",
@@ -352,7 +352,7 @@ TENGINE = replace(
     roles=_roles(compute=(*_LAYERS, *_IN_INTEGERS, "hardswish", "sigmoid"), merge=("add", "mul")),
 )
 
-# NNIE (HiSilicon) computes on logarithmic codes. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
+# NNIE (HiSilicon) has a logarithmic grid. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
 # inputs of layers, pools, batch norms, interpolations, adds and products; concats stay float.
 NNIE = Backend(
     name="nnie",
@@ -377,8 +377,8 @@ TVM = Backend(
 
 # XNNPACK, through ExecuTorch's delegate. Source: its partitioner (executorch 1.5, backends/xnnpack/partition/config):
 # activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), for transposed convolutions
-# along the output channels. It takes a layer, sum, difference, product or global mean on codes only if one quantize op takes
-# its output, behind a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
+# along the output channels. It takes a layer, sum, difference, product or global mean in integers only if one quantize op takes
+# its output, after a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
 # dequantize its weight at each run. Average pools over windows, linear resizes and other activations are float. Biases are
 # int32 in steps of input scale times weight scale.
 XNNPACK = Backend(
@@ -398,7 +398,7 @@ XNNPACK = Backend(
 # quantization/quantization_spec): activations int8 with a zero point, weights int8 in [-127, 127] per output channel, biases
 # int32 in steps of input scale times weight scale. Pools, resizes, concats and what moves values have one grid for inputs and
 # output. Softmax, logistic and tanh have fixed grids. An op computes in integers where all its inputs and its output are
-# quantized, behind a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
+# quantized, after a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
 _LITERT_OPS = (*_LAYERS, "matmul", "avg_pool", "mean", "upsample_linear", "softmax", "sigmoid", "tanh", "leaky_relu",
                "hardswish", "gelu", "abs")  # fmt: skip
 _LITERT_MERGES = ("add", "sub", "mul")

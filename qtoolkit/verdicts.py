@@ -37,7 +37,7 @@ class Cause(StrEnum):
     NOT_CALLED = "not called by forward"
     NOT_AN_OP = "an input, an output or a constant"
     PUT_IN = "added after the model was quantized"
-    # why it does not compute on codes
+    # why it does not compute in integers
     AS_ASKED = "as asked"
     NO_KERNEL = "no kernel for it"
     INPUT_CODES = "how its inputs are quantized"

@@ -117,7 +117,7 @@ Tensor kept(const IValue& value, bool copied) {
 bool is_given(const IValue& value) { return value.isBool() ? value.toBool() : value.isTensor(); }
 
 // A call that is recorded. `edges` are the places in `differentiable` of the tensors that were given, `others` the
-// results behind the first one.
+// results after the first one.
 struct Recorded {
   const c10::OperatorHandle& op;
   Stack* stack;

@@ -343,7 +343,7 @@ class QuantSpec:
         """
         own = self._given | self._fixed()
         if "symmetric" in own and self.symmetric:
-            own |= {"signed"}  # without a zero point, unsigned codes would clip all negative values
+            own |= {"signed"}  # without a zero point, an unsigned grid would clip all negative values
         for name in ("observer", "quantizer"):
             own |= {f"{name}_args"} if name in own else set()
         values = {name: getattr(self if name in own else base, name) for name in DEFAULTS}

@@ -62,7 +62,7 @@ class Construction:
         def init(module: nn.Module, *args: object, **kwargs: object) -> None:
             """Run the constructor that the class had, then make the module a QAT module by the present settings."""
             inherited(module, *args, **kwargs)
-            settings = self.settings  # None after `deactivate`, if other code has kept a reference to this function
+            settings = self.settings  # None after `deactivate`, if something has kept a reference to this function
             if settings is not None and not getattr(self._thread, "finishes", False):
                 self._thread.finishes = True  # layers that `from_float` builds stay as it builds them
                 try:

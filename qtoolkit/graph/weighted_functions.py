@@ -22,7 +22,7 @@ LAYERS: Mapping[tuple[str, int], type[QuantWeighted]] = {
     ("conv_transpose", 5): conv_transpose.QuantConvTranspose3d,
     ("linear", 2): linear.QuantLinear,
 }
-# The arguments behind input, weight and bias, by position, with their defaults.
+# The arguments after input, weight and bias, by position, with their defaults.
 GEOMETRY: Mapping[str, Mapping[str, int]] = {
     "conv": {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     "conv_transpose": {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},

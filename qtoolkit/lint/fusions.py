@@ -32,7 +32,7 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Broken]:
     if op.kind.name not in backend.needs_quantized_output or not takes or not all(takes) or op.has_float_weight:
         return
     if not op.kind.multiplies and all(serves_others(source, op, backend) for source in op.inputs):
-        return  # it is float between ops on codes
+        return  # it is float between ops in integers
     last = _behind_moving_pairs(end_of_unit(op, backend), backend)
     floats = [user for user in last.users if not user.is_quantizer]
     if not users_behind(last, backend):  # only the graph returns it: it keeps its precision

@@ -13,7 +13,7 @@ from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import NO_OPS
 from qtoolkit.runtimes.execution import Array
 
-# The first opsets whose QuantizeLinear has an axis, and blocks; and a type of codes, by the beginning of its name.
+# The first opsets whose QuantizeLinear has an axis, and blocks; and an integer type, by the beginning of its name.
 AXIS_OPSET, BLOCKS_OPSET = 13, 21
 OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLOAT4": 23, "INT2": 25, "UINT2": 25}
 
@@ -34,7 +34,7 @@ class FileCodes:
     has_zero_point: bool  # whether the node has a zero point
     axis: int | None  # the axis that the scales run along; None for one scale
     block_size: int  # the number of elements along the axis that share a scale; 0 without blocks
-    takers: int = 1  # how many nodes take the codes
+    takers: int = 1  # how many nodes take the integers
 
     @property
     def bits(self) -> int:
@@ -71,9 +71,9 @@ class FileNode:
     op_type: str  # its op
     domain: str  # the domain of its op, "" for ONNX's own
     opset: int  # the opset of the file
-    codes: FileCodes | None = None  # of a quantizer, its codes
-    weight: FileCodes | None = None  # of a layer, the codes of its weight; None where it stays float
-    bias: FileCodes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
+    codes: FileCodes | None = None  # of a quantizer: how it is stored
+    weight: FileCodes | None = None  # of a layer: how its weight is stored; None where it stays float
+    bias: FileCodes | None = None  # of a layer: how its bias is stored; None where it stays float or has none
     # of a clip, its bounds, infinite where it has none; None for other nodes, and where they are computed
     bounds: tuple[float, float] | None = None
     # of an average pool, whether its windows may reach beyond the padded input (`ceil_mode`), and whether padding counts
@@ -92,7 +92,7 @@ class FileNode:
 class WeightFacts:
     """How a weight is quantized."""
 
-    bits: int  # the width of its codes
+    bits: int  # the bits of its integers
     axis: int | None  # the axis that its scales run along; None for one scale
     blocks: bool = False  # whether groups along the axis have scales of their own
     block_size: int = 0  # the number of elements in a group, in a file

@@ -69,7 +69,7 @@ class LinkedBatchNorm(nn.Module):
     frozen: bool
     float_type: type[nn.Module]
     # The running variance with which the present step of the training quantizes, and the clock when it was taken, which is
-    # no buffer: DistributedDataParallel would replace it by that of rank 0, whose process has another clock.
+    # no buffer: DistributedDataParallel would replace it by rank 0's, whose process has another clock.
     _variance_of_step: Tensor | None
     _taken: Tensor
 

@@ -67,7 +67,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         self._holds_batch_norm_before = True
 
     def _set_folded(self, weight: Tensor, bias: Tensor, masks: Mapping[str, Tensor]) -> None:
-        dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
+        dtype = self.weight.dtype  # a batch norm may be in float32 after a layer in half precision
         self.weight = nn.Parameter(weight.to(dtype), self.weight.requires_grad)
         self.bias = nn.Parameter(bias.to(dtype), self.weight.requires_grad)
         mask(self, masks)

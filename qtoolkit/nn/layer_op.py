@@ -17,7 +17,7 @@ class LayerOp:
     weight: Any  # a Parameter, and a Parameter or None: torch's classes declare them differently
     bias: Any
     weight_quantizer: Quantizer | None
-    updated_channels: Tensor | None  # those of whose weights a training computes the gradients, int64; None for all
+    updated_channels: Tensor | None  # the channels whose weights get gradients in training, int64; None for all
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer with this weight and bias."""

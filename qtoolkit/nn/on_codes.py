@@ -41,7 +41,7 @@ MOST_IMAGE_CHANNELS = 4
 POSITIONS_OF_WEIGHT = 256
 PRODUCTS_OF_CALL = 2**25
 MOST_POSITIONS = 2048
-MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit codes that fits in int32 for certain
+MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit integers that fits in int32 for certain
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def of_codes(codes: Codes | None) -> tuple[Tensor | None, Tensor | None, Tensor 
 def _on_codes(x: Tensor, other: Tensor, grid: Codes, grid_of_other: Codes) -> Tensor:
     """Return the product as runtimes compute it: exact integer sums, times the product of the steps."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # Values determine codes, and NaN stays NaN.
+    # Values determine the integers, and NaN stays NaN.
     grids = (grid, grid_of_other)
     centred = [centred_codes(t.detach().to(dtype), g.scale).float() for t, g in zip((x, other), grids, strict=True)]
     ends = [(g.qmin, g.qmax) if g.zero_point is None else (g.qmin - g.qmax, g.qmax - g.qmin) for g in grids]

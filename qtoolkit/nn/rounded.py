@@ -9,7 +9,7 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.spec_ops import per_element
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-ON_GRID = 0.05  # of a step: a weight of a coarse dtype may be as far from its code
+ON_GRID = 0.05  # of a step: a weight of a coarse dtype may be as far from its grid
 
 
 def is_rounded(layer: nn.Module) -> bool:

@@ -58,7 +58,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     integer_kernel: nn.Module | None
     layer_calls: tuple[LayerCall, ...] = (LayerCall(),)
     returns_channels_last: bool = False
-    bias_is_corrected: bool = False  # by qtoolkit.tuning.bias_correction: it is no longer the float model's
+    bias_is_corrected: bool = False  # by qtoolkit.tuning.bias_correction: it differs from the float model's
 
     def __init__(
         self, *args: Any, weight_spec: QuantSpec | None = None, input_spec: QuantSpec | None = None, **kwargs: Any
@@ -233,7 +233,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         if weight is None:
             weight = self._scaled_and_quantized(factor)
         bias = in_sums()
-        if factor is not None:  # a batch norm may be in float32 behind a layer in half precision
+        if factor is not None:  # a batch norm may be in float32 after a layer in half precision
             weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
         return self.compute(x, weight, bias, *args, **kwargs)
 

@@ -9,9 +9,9 @@ from qtoolkit.config import QuantSpec
 class Capability:
     """The properties of a quantizer's integers."""
 
-    bits: int | None = None  # bits of a code; None where codes are no integers
-    signed: bool = True  # whether codes may be negative
-    zero_point: bool = False  # whether zero may have another code than 0
+    bits: int | None = None  # bits of a quantized value; None where it is no integer
+    signed: bool = True  # whether quantized values may be negative
+    zero_point: bool = False  # whether zero may map to another integer than 0
     axis: int | None = None  # the dimension along which scales differ; None for one scale
     # whether the quantizer does nothing but to round its input to a grid that does not depend on it
     direct: bool = False

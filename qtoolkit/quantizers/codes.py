@@ -23,12 +23,12 @@ class TensorCodes:
     # The step size, positive, in a tensor of its own: an observer may change its quantizer's
     scale: Tensor
     zero_point: Tensor | None  # the zero point, rounded, or None for 0
-    qmin: int  # the lowest code
-    qmax: int  # the highest code
-    packed: bool  # whether two codes are kept in a byte
-    tensor: ReferenceType[Tensor] | Tensor  # refers to the tensor; in compiled code the tensor itself
+    qmin: int  # the lowest quantized value
+    qmax: int  # the highest quantized value
+    packed: bool  # whether two integers are kept in a byte
+    tensor: ReferenceType[Tensor] | Tensor  # refers to the tensor; in a compiled forward the tensor itself
     version: int  # the tensor's: after a change in place the codes no longer hold
-    # the codes, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two channels of
+    # the integers, int8 or uint8 and of the tensor's shape, or packed: in one dimension in row-major order, or two channels of
     # an image in a byte; None until `completed`
     codes: Tensor | None = None
     raw: RawInput | None = None  # what the values were before, where only the scale has a gradient; or None

@@ -12,9 +12,9 @@ from qtoolkit.config.formats import WeightCodes
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.state import KeepsFloat32
 
-# By how much unsigned codes of 8 bits are higher than signed ones in a file, as their zero point is.
+# By how much unsigned 8-bit integers are higher than signed ones in a file, as their zero point is.
 UINT8_OFFSET = 128
-# The largest magnitude of int8 codes whose products with uint8 codes fit in 16 bits two by two: 255 * 64 * 2 < 2**15.
+# The largest magnitude of int8 values whose products with uint8 fit in 16 bits two by two: 255 * 64 * 2 < 2**15.
 LARGEST_SAFE_CODE = 64
 
 
@@ -53,7 +53,7 @@ class Quantizer(KeepsFloat32):
     # the type in which ONNX files store the codes of a weight, where `shifts` says that both will do; the codes themselves do
     # not depend on it. Those who know the target set it (`store_weights_as`): exporters of torch do not
     weight_codes: WeightCodes = "int8"
-    capability: Capability  # what its codes are, while it quantizes with a range
+    capability: Capability  # what its integers are, while it quantizes with a range
 
     def __init__(self, spec: QuantSpec, group: int, name: str, *, of_weight: bool, inserted: bool) -> None:
         super().__init__()

@@ -184,6 +184,6 @@ def remove(gm: QuantizedGraphModule, name: str, bn: nn.Module) -> None:
     if bn._modules:  # an activation inside the batch norm stays
         gm.set_submodule(name, nn.Sequential(OrderedDict(bn.named_children())).train(bn.training))
     elif isinstance(gm.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
-        gm.set_submodule(name, nn.Identity())  # the modules behind it keep their places
+        gm.set_submodule(name, nn.Identity())  # the modules after it keep their places
     else:
         gm.delete_submodule(name)

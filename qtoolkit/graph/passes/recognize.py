@@ -42,7 +42,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         last.op, last.target, last.args = "call_function", getattr(function, "func", function), (source,)
         last.kwargs = dict(getattr(function, "keywords", {}))
         set_facts(last, assigns_in_place=False)
-        for node in ops[1:]:  # those behind come first
+        for node in ops[1:]:  # later ops come first
             gm.graph.erase_node(node)
         elementwise.difference_update(ops)
     gm.graph.lint()

@@ -63,8 +63,8 @@ class UnitWriter(Writer):
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         others = list(filter(self._is_other, self.order))
-        self.takers = {*layers, *joined, *others}  # the nodes whose ops take the codes of their inputs
-        self.run: fx.Node | None = None  # what runs, which the code asks before its first unit
+        self.takers = {*layers, *joined, *others}  # the nodes whose ops take their inputs as integers
+        self.run: fx.Node | None = None  # the present run, which the forward asks for before its first unit
         # whether the written code differs from the nodes of the model's graph
         self.changed = bool(self.chains or self.units or others)
 
@@ -189,7 +189,7 @@ class UnitWriter(Writer):
             named["input_codes"] = self._codes_of(node.all_input_nodes[0])
             self._write_unit(max_pool2d, args, node.name, node, named)
 
-    # ---- codes
+    # ---- integers
 
     def _with_codes(self, sources: Sequence[Any]) -> Iterator[Any]:
         """Yield each tensor and its integers, which are None where no unit of the part returns them."""

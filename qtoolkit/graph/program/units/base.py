@@ -65,7 +65,7 @@ class UnitPlan:
 
     quantizer: TensorQuantizer | None  # the output's quantizer in the op, if there is one
     output: GridNow  # the output's scale and grid
-    fields: Fields  # what the op is told in each call, but for an output's grid that is made at each call
+    fields: Fields  # the arguments of the op in each call, except an output's grid that is made at each call
     call: LastCall | None = field(default=None, init=False)  # the last call
 
     def __post_init__(self) -> None:
