@@ -41,9 +41,8 @@ class Executed:
     # the share of the quantized values that may differ, by one step each, where its kernels round in another order
     share: float
     remark: str = ""  # what users of this runtime have to know, beside the figures; "" for nothing
-    unrounded: tuple[
-        str, ...
-    ] = ()  # quantizers at which it does not round unless integers are read; the remark says so
+    # quantizers at which it does not round unless integers are read; the remark says so
+    unrounded: tuple[str, ...] = ()
     steps: int = 1  # by how many steps a quantized value may differ
     saturating: tuple[str, ...] = ()  # layers whose sums of products saturate on this processor; the remark says why
 
