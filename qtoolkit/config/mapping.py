@@ -89,7 +89,7 @@ class QConfig:
 
 
 def is_same_rule(one: QConfig | None, other: QConfig | None) -> bool:
-    """Return whether two configs write the same fields; equal configs may leave different fields to the backend."""
+    """Return whether two configs write the same values; equal configs may leave different fields to the backend."""
     return (one and one.to_dict()) == (other and other.to_dict())
 
 

@@ -92,8 +92,8 @@ def codes_on(
 ) -> TensorCodes:
     """Return the integers of a tensor y on the grid of a quantizer with `Capability.codes`.
 
-    The scale, positive, and the zero point, rounded, are no other object's. `codes` are from an op: empty
-    where it gave none.
+    No other object may share the scale, positive, and the zero point, rounded. `codes` is an op's result,
+    empty where the op gives none.
     """
     spec, given = quantizer.spec, None if codes is None or codes.numel() == 0 else codes
     packed = quantizer.capability.packed

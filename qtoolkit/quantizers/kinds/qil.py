@@ -46,8 +46,8 @@ class QIL(FromStart, Shaped):
             )
         if not spec.signed and (gamma != 1 or learn):
             raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} has gamma=1 without a sign, for activations, as in the "
-                f"paper, got gamma={gamma!r} and learn_gamma={learn!r}."
+                f"QuantSpec: quantizer={spec.quantizer!r} needs gamma=1 with signed=False, as for activations "
+                f"in the paper, got gamma={gamma!r} and learn_gamma={learn!r}."
             )
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
