@@ -264,8 +264,8 @@ def identity_of(bn: nn.Module) -> nn.Identity:
 
 
 NONE_LINKED = (
-    "no batch norm in the model is linked to a quantized layer, so that none is frozen: it has none, they were folded since it "
-    "was prepared in eval mode, or they run in float, for which qtoolkit.quantization_report gives the reasons."
+    "no batch norm in the model is linked to a quantized layer, so none is frozen: it has none, prepare folded them in eval "
+    "mode, or they run in float (qtoolkit.quantization_report gives the reasons)."
 )
 
 

@@ -140,8 +140,8 @@ def _warn_of_sizes(gm: fx.GraphModule) -> None:
             names[str(node.target)] = reason
     if names:
         warnings.warn(
-            f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, but "
-            f"{' and '.join(dict.fromkeys(names.values()))}: the outputs change with them, before and in training. Put a batch "
+            f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, and "
+            f"{' and '.join(dict.fromkeys(names.values()))}: these outputs change, before and in training. Put a batch "
             f"norm after these layers, or give them quantizer='lsq' in the QConfigMapping.",
             stacklevel=5,  # the caller of prepare
         )
