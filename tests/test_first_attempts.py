@@ -792,9 +792,9 @@ def test_runtimes_that_are_not_executed(name: str, tmp_path: Path) -> None:
     [
         (
             DataLoader(TensorDataset(IMAGES, LABELS)),
-            r"got a DataLoader; pass what the model takes of one batch, as of next\(",
+            r"got a DataLoader; pass the model's inputs from one batch, as from next\(",
         ),
-        (TensorDataset(IMAGES), r"got a TensorDataset; pass what the model takes of one batch, as of dataset\[0\]"),
+        (TensorDataset(IMAGES), r"got a TensorDataset; pass the model's inputs from one batch, as from dataset\[0\]"),
         ((1, 3, 8, 8), r"got the shape \(1, 3, 8, 8\); pass a tensor of it, such as torch.randn\(1, 3, 8, 8\)"),
         ([1, 3, 8, 8], r"got the shape \(1, 3, 8, 8\); pass a tensor of it"),
         (IMAGES.shape, r"got the shape \(8, 3, 8, 8\); pass a tensor of it"),
