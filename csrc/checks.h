@@ -244,7 +244,7 @@ inline bool fit_4_bits(int64_t qmin, int64_t qmax) { return qmin < 0 ? qmin >= -
 inline bool check_int4(const char* op, int64_t qmin, int64_t qmax) {
   TORCH_CHECK_VALUE(fit_4_bits(qmin, qmax), op,
                     ": qmin and qmax must lie in [-8, 7] (signed) or in [0, 15] (unsigned), got [", qmin, ", ", qmax,
-                    "]; use quantize() for wider codes.");
+                    "]; use quantize() for wider integers.");
   return qmin < 0;
 }
 
@@ -262,11 +262,11 @@ inline void check_packed(const char* op, const at::Tensor& packed, c10::SymIntAr
     const auto so_far = codes.maybe_as_int(), more = length.maybe_as_int();
     int64_t product = 0;
     TORCH_CHECK_VALUE(!so_far || !more || !__builtin_mul_overflow(*so_far, *more, &product), op,
-                      ": size must hold fewer than 2^63 codes, got ", size, ".");
+                      ": size must hold fewer than 2^63 elements, got ", size, ".");
     codes = codes * length;
   }
   TORCH_CHECK_VALUE(packed.dim() == 1 && packed.sym_numel() == (codes + 1) / 2, op, ": ", name,
-                    " must have one byte per two codes, ", (codes + 1) / 2, " for size ", size, ", got shape ",
+                    " must have one byte per two elements, ", (codes + 1) / 2, " for size ", size, ", got shape ",
                     packed.sym_sizes(), "; pass the result of quantize_int4().");
 }
 

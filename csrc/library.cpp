@@ -16,30 +16,30 @@
 #include "layer/onednn.h"
 #include "unit/calls.h"
 
-// What quant_weight and quant_layer are told about a weight, and quant_layer about a layer. Fields that are numbers are
-// lists, which qtoolkit/ops/layer.py makes and layer/layer.h reads: x_range, of the codes of x; grid: the range of the
-// weight's codes, group, block_size and axis; geometry: of a convolution. updated: the output channels, int64, in which
-// the weight, its scale and the factor have a gradient; absent, in all of them.
+// The arguments of quant_weight and quant_layer for a weight, and of quant_layer for a layer. Fields that are numbers
+// are lists, which qtoolkit/ops/layer.py makes and layer/layer.h reads: x_range: qmin and qmax of x; grid: qmin and
+// qmax of the weight, group, block_size and axis; geometry: of a convolution. updated: the output channels, int64, in
+// which the weight, its scale and the factor have a gradient; absent, in all of them.
 #define QT_WEIGHT \
   " weight, Tensor? factor, Tensor scale, Tensor? zero_point, int[] grid, float grad_factor, Tensor? updated"
 #define QT_INPUT "Tensor codes, Tensor x_scale, Tensor? x_zero_point, int[] x_range, Tensor"
 #define QT_LAYER QT_INPUT QT_WEIGHT ", int[] geometry, bool integer"
-// What batch_norm_fake_quant is told besides x. activation: low, high, slope; range: of codes.
+// The arguments of batch_norm_fake_quant besides x. activation: low, high, slope; range: qmin, qmax.
 #define QT_BATCH_NORM                                                                                                 \
   "Tensor? weight, Tensor? bias, Tensor? divisor, Tensor? residual, Tensor? residual_codes, Tensor? residual_scale, " \
   "Tensor? residual_zero_point, float eps, float[] activation, Tensor? scale, Tensor? zero_point, int[] range, "      \
   "float grad_factor=1.0, Tensor? totals=None, str? process_group=None"
-// What function_fake_quant is told about its quantizer.
+// The arguments of function_fake_quant for its quantizer.
 #define QT_QUANTIZED \
   " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor"
-// What product and fused_attention are told about an operand.
+// The arguments of product and fused_attention for an operand.
 #define QT_CODES(name) ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point"
 #define QT_CODES_OF(name)                                                                                        \
   " " name QT_CODES(name) ", SymInt[] " name "_size, bool " name "_signed, bool " name "_transposed, bool " name \
                           "_kept, "
 #define QT_FACTOR(name) "Tensor" QT_CODES_OF(name)
 #define QT_KEPT_FACTOR(name) "Tensor?" QT_CODES_OF(name)
-// What the input of a layer was before it was fake-quantized, and the scale that is trained by it.
+// The input of a layer before it was fake-quantized, and the scale that is trained by it.
 #define QT_RAW "Tensor? raw=None, Tensor? raw_scale=None, float raw_factor=1.0"
 #define QT_FUNCTION "str function, SymInt[] shape, Tensor? weight, Tensor? bias, float eps"
 TORCH_LIBRARY(qtoolkit, m) {
@@ -91,7 +91,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_quant_block(Tensor x, str format, int block_size, str scale_format, Tensor? tensor_scale=None, "
       "bool mask=False) -> (Tensor, Tensor, Tensor)");
 
-  // The numerics of pytorch-quantization: returns codes stored as floats, the multiplier maxb / amax (1 if amax <=
+  // The numerics of pytorch-quantization: returns integers stored as floats, the multiplier maxb / amax (1 if amax <=
   // 2^-24), and the packed mask of |x| <= amax. amax: broadcast to x. Differentiable in x.
   m.def(
       "tensor_quant(Tensor x, Tensor amax, int num_bits=8, bool unsigned=False, bool narrow_range=True, "
@@ -102,8 +102,8 @@ TORCH_LIBRARY(qtoolkit, m) {
       "fake_tensor_quant(Tensor x, Tensor amax, int num_bits=8, bool unsigned=False, bool narrow_range=True, "
       "bool mask=False) -> (Tensor, Tensor)");
 
-  // Its affine grid of signed codes over [min_range, max_range], one element each: returns values, and the packed mask
-  // of the range. Differentiable in x.
+  // Its affine grid of signed integers over [min_range, max_range], one element each: returns values, and the packed
+  // mask of the range. Differentiable in x.
   m.def(
       "fake_affine_tensor_quant(Tensor x, Tensor min_range, Tensor max_range, int num_bits=8, bool mask=False) -> "
       "(Tensor, Tensor)");
@@ -122,7 +122,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "int? axis=None, int group=1, int block_size=0, float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
   // The learned quantizers other than LSQ; see shaped.h. shape "clip": values as fake_quant, with the gradients of
-  // trained ranges; with steepness, that of x is the one of a soft staircase. "levels": the nearest of levels * scale,
+  // trained ranges; with steepness, the gradient of x is a soft staircase's. "levels": the nearest of levels * scale,
   // with the sign of x if qmin is negative. "interval": not rounded; scale and zero_point are the distance and the
   // center of an interval of magnitudes, which is mapped to [0, 1], with the sign of x if qmin is negative. steepness:
   // as many elements as scale. Differentiable in x, scale, zero_point and steepness.
@@ -150,19 +150,20 @@ TORCH_LIBRARY(qtoolkit, m) {
       "float grad_factor=1.0) -> (Tensor, Tensor, Tensor)");
 
   // Batch norm in training over dimension 1 of x, + residual, an activation, and fake quantization: returns y, its
-  // codes (int8 if qmin is negative, else uint8; empty if they do not fit or there is no scale), and the mean and the
-  // biased variance of each channel of x. packs_codes: codes that fit in 4 bits are packed, as in layer_fake_quant, and
+  // integers (int8 if qmin is negative, else uint8; empty if they do not fit or there is no scale), and the mean and
+  // the biased variance of each channel of x. packs_codes: integers of 4 bits are packed, as in layer_fake_quant, and
   // empty for rows of planes of an odd size too. divisor f: the batch norm of x / f is meant. residual is added;
-  // residual_codes are its codes, from which backward rebuilds it. The activation is low + slope (v - low) up to low,
-  // and high from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable in x,
-  // weight, bias, divisor, residual, scale and zero_point. totals: what batch_norm_totals returned for x, divisor and
-  // process_group, whose ranks share their statistics and the sums of their gradients; backward then waits for them.
+  // residual_codes are its integers, from which backward rebuilds it. The activation is low + slope (v - low) up to
+  // low, and high from high on. scale and zero_point have one element; without them nothing is rounded. Differentiable
+  // in x, weight, bias, divisor, residual, scale and zero_point. totals: the result of batch_norm_totals for x, divisor
+  // and process_group, whose ranks share their statistics and the sums of their gradients; backward then waits for
+  // them.
   m.def("batch_norm_fake_quant(Tensor x, " QT_BATCH_NORM
         ", bool packs_codes=False) -> (Tensor y, Tensor codes, Tensor mean, Tensor variance)");
 
   // Returns, of each channel of x / divisor, the sums of all values and of all squares, and last the number of values
   // of a channel: 2 C + 1 float64 in row 0 of all ranks of a process group, if one is named, and in row 1 of this one.
-  // offset: what ranks exchange are the sums of x / divisor + offset, so that one of them may have that as its x.
+  // offset: ranks exchange the sums of x / divisor + offset, so that one of them may have that as its x.
   m.def("batch_norm_totals(Tensor x, Tensor? divisor, Tensor? offset, str? process_group=None) -> Tensor");
 
   // Returns its gradients in x, weight, bias, divisor, residual, scale and zero_point; empty where one is not wanted or
@@ -171,7 +172,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "batch_norm_fake_quant_backward(Tensor grad, Tensor x, Tensor mean, Tensor variance, bool[7] "
       "wanted, " QT_BATCH_NORM ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // Moves running statistics towards those of a batch of x / divisor + offset: mean and biased variance are those of x,
+  // Moves running statistics towards a batch of x / divisor + offset: mean and biased variance are x's,
   // count is its number of values in a channel; or the last of totals, which batch_norm_totals returned, if they are
   // given.
   m.def(
@@ -195,37 +196,36 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("quant_weight_backward(Tensor grad, Tensor" QT_WEIGHT
         ", bool transposed, int groups, bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)");
 
-  // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with
-  // quant_weight(weight, factor, scale, ...), where x lies on the grid of x_scale, x_zero_point and codes in [x_qmin,
-  // x_qmax]. factor, bias: one element per output channel. codes: the codes of x, or two per byte: in one dimension in
-  // row-major order (quantize_int4), or those of channels 2i and 2i + 1 of an image as channel i. integer: computes on
-  // the codes, and backward in channels_last. dtype: the type of the computation, by default that of x. memory_format:
-  // of the output image, by default the one that torch's layer returns. raw, raw_scale: the tensor that x was before it
-  // was fake-quantized, and the scale, for the gradient in raw_scale, which is multiplied by raw_factor. Differentiable
-  // in x, weight, factor, scale, zero_point, bias and raw_scale; backward keeps x as its codes, and computes the
-  // quantized weight again.
+  // Returns a convolution, a transposed convolution or (stride empty) a linear layer of x with quant_weight(weight,
+  // factor, scale, ...), where x lies on the grid of x_scale, x_zero_point and integers in [x_qmin, x_qmax]. factor,
+  // bias: one element per output channel. codes: x as integers, or two per byte: in one dimension in row-major order
+  // (quantize_int4), or channels 2i and 2i + 1 of an image as channel i. integer: computes in integers, and backward in
+  // channels_last. dtype: the type of the computation, by default x's. memory_format: of the output image, by default
+  // the one that torch's layer returns. raw, raw_scale: the tensor that x was before it was fake-quantized, and the
+  // scale, for the gradient in raw_scale, which is multiplied by raw_factor. Differentiable in x, weight, factor,
+  // scale, zero_point, bias and raw_scale; backward keeps x as integers, and computes the quantized weight again.
   m.def("quant_layer(Tensor x, Tensor? bias, " QT_LAYER
         ", ScalarType? dtype=None, MemoryFormat? memory_format=None, " QT_RAW ") -> Tensor");
 
   // Returns its gradients in x, weight, factor, scale, zero_point, bias and raw_scale; empty where one is not wanted or
-  // there is none. size, x_dtype: those of x. grad has the type of the computation.
+  // there is none. size, x_dtype: of x. grad has the type of the computation.
   m.def("quant_layer_backward(Tensor grad, SymInt[] size, " QT_LAYER ", ScalarType x_dtype, bool[7] wanted, " QT_RAW
         ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // Returns batch_norm_fake_quant of quant_layer, with all of which their arguments are made. What it is told are the
+  // Returns batch_norm_fake_quant of quant_layer, and of the ops that make their arguments. Its arguments are the
   // fields of the unit; x is the one of that name, for the dispatcher. The scale of the weight is positive_scale(start,
-  // ratio, rate), or start without a ratio, and with float16 float16_scale of that; so is that of y. The weight's
-  // factor is gamma / sqrt(variance + eps), or 1 where that is 0. bias: of the layer; the batch norm subtracts it, so
-  // that only the running mean has it. frozen_mean: variance and this are constants that the batch norm normalizes by;
-  // it is folded into the layer, whose factor may be 0 and whose bias is (bias - frozen_mean) factor + beta, with
-  // rounds_bias on the grid of the sums of products of codes. lo, hi: the range that a symmetric grid covers, of each
-  // output channel; start, lo and hi are set to that of the weight. The running statistics, if tracks is set, take in
-  // the batch, and batches counts it; the batch is that of all ranks of a process group, if one is named, and backward
-  // waits for them too. Returns y and its codes, then what backward keeps: the scales, the factor, the layer's output
-  // and its statistics, or copies of the constants. Of a layer with a frozen batch norm and a quantizer alone it keeps
-  // the packed mask instead, unless the grid of y is learned, and without a quantizer nothing. Differentiable in x,
-  // weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point and raw_scale. raw,
-  // raw_scale: as in quant_layer. The grids of x and of the residual must not change before backward.
+  // ratio, rate), or start without a ratio, and with float16 float16_scale of that; y's scale is made likewise. The
+  // weight's factor is gamma / sqrt(variance + eps), or 1 where that is 0. bias: of the layer; the batch norm subtracts
+  // it, so that only the running mean has it. frozen_mean: variance and this are constants that the batch norm
+  // normalizes by; it is folded into the layer, whose factor may be 0 and whose bias is (bias - frozen_mean) factor +
+  // beta, with rounds_bias on the grid of the integer sums. lo, hi: the range that a symmetric grid covers, of each
+  // output channel; start, lo and hi are set to the weight's. The running statistics, if tracks is set, take in the
+  // batch, and batches counts it; the batch is the one of all ranks of a process group, if one is named, and backward
+  // waits for them too. Returns y and its integers, then what backward keeps: the scales, the factor, the layer's
+  // output and its statistics, or copies of the constants. Of a layer with a frozen batch norm and a quantizer alone it
+  // keeps the packed mask instead, unless the grid of y is learned, and without a quantizer nothing. Differentiable in
+  // x, weight, start, ratio, zero_point, bias, gamma, beta, residual, y_start, y_ratio, y_zero_point and raw_scale.
+  // raw, raw_scale: as in quant_layer. The grids of x and of the residual must not change before backward.
   m.def(
       "unit(__torch__.torch.classes.qtoolkit.BatchNormUnit unit, Tensor x) -> (Tensor y, Tensor y_codes, Tensor?[] "
       "kept)");
@@ -235,10 +235,10 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("unit_backward(__torch__.torch.classes.qtoolkit.BatchNormUnit unit, Tensor grad, bool[] wanted) -> Tensor[]");
 
   // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
-  // rounds_bias: puts the bias on the grid of the sums of products of codes, as quantizers/bias.py says. learned: the
+  // rounds_bias: puts the bias on the grid of the integer sums, as quantizers/bias.py says. learned: the
   // grid of y is trained, so that backward keeps the layer's output; else it keeps the packed mask. with_codes: returns
-  // the codes of y too: int8 if y_qmin is negative, else uint8; if they fit in 4 bits, packed as quant_layer takes
-  // them, and empty where that is not the order of y in memory. Returns y and its codes, then what backward keeps.
+  // the integers of y too: int8 if y_qmin is negative, else uint8; if they fit in 4 bits, packed as quant_layer takes
+  // them, and empty where that is not the order of y in memory. Returns y and its integers, then what backward keeps.
   // Differentiable in x, weight, start, ratio, zero_point, bias, y_start, y_ratio, y_zero_point and raw_scale.
   m.def(
       "layer_fake_quant(__torch__.torch.classes.qtoolkit.LayerUnit unit, Tensor x) -> (Tensor y, Tensor y_codes, "
@@ -252,7 +252,7 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns fake_quant of a function of x: "none", "relu", "gelu", "gelu_tanh", "silu" or "layer_norm", which shape,
   // weight, bias and eps are for. keeps_x: backward computes the function again from x; False only for "none" with a
   // grid that is not learned. learned, with_codes: as above. dtype: of y, whose values are rounded to it; None is x's.
-  // Returns y and its codes, then what backward keeps.
+  // Returns y and its integers, then what backward keeps.
   // Differentiable in x, weight, bias, y_start, y_ratio and y_zero_point.
   m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, Tensor" QT_QUANTIZED
         ", bool y_float16, bool learned, bool with_codes, ScalarType? dtype=None) -> (Tensor y, Tensor y_codes, Tensor "
@@ -265,11 +265,11 @@ TORCH_LIBRARY(qtoolkit, m) {
         ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, "
         "Tensor, Tensor)");
 
-  // What it is told are the fields of the unit; q is the one of that name, for the dispatcher.
+  // Its arguments are the fields of the unit; q is the one of that name, for the dispatcher.
   // Returns fake_quant(softmax(q k^T + mask)) v, computed in a dtype, with the softmax in float32 (float64 for a dtype
   // of that), and what backward keeps: the scale of the weights, and the softmax if keeps_softmax is set, else that is
   // computed again. q: (..., target, features), k: (..., source, features), v: (..., source, features of v), with the
-  // same other sizes, of which there is one at least. q_codes, q_scale, q_zero_point: the codes of q, from which
+  // same other sizes, of which there is one at least. q_codes, q_scale, q_zero_point: q as integers, from which
   // backward makes its values again; without them it keeps q. mask: added to the scores, to which it broadcasts.
   // weights_start: makes the scale as y_start does; without it the weights are not rounded. learned: their grid is
   // trained. Differentiable in q, k, v, weights_start, weights_ratio and weights_zero_point; backward computes the
@@ -284,9 +284,9 @@ TORCH_LIBRARY(qtoolkit, m) {
       "-> Tensor[]");
 
   // Returns x @ other as torch.bmm, x: (batch, rows, features), other: (batch, features, columns), or a copy of
-  // `computed`, which is that. Backward keeps the codes of an operand; without codes it keeps the operand, if `kept` is
-  // set, which the gradient of the other one takes. size: that of the codes, for codes of four bits, which are packed
-  // in the order of memory, and signed or not; transposed: they are those of the transposed matrices. Differentiable in
+  // `computed`, which is that. Backward keeps an operand as integers; without codes it keeps the operand, if `kept` is
+  // set, which the gradient of the other one takes. size: of the codes, if they have four bits, which are packed
+  // in the order of memory, and signed or not; transposed: they are of the transposed matrices. Differentiable in
   // x and other.
   m.def("product(" QT_FACTOR("x") QT_FACTOR("other") "Tensor? computed=None) -> Tensor");
 
@@ -295,8 +295,8 @@ TORCH_LIBRARY(qtoolkit, m) {
             QT_KEPT_FACTOR("other") "bool[2] wanted) -> (Tensor, Tensor)");
 
   // Returns torch's scaled_dot_product_attention of (batch, heads, length, features) as its fused op of the CPU
-  // computes it, and the logarithms of its sums. Backward keeps an operand as its codes, if it has some. is_signed: of
-  // the codes of q, k and v. Differentiable in q, k and v.
+  // computes it, and the logarithms of its sums. Backward keeps an operand as integers, if it has some. is_signed: of
+  // the integers of q, k and v. Differentiable in q, k and v.
   m.def("fused_attention(Tensor q" QT_CODES("q") ", Tensor k" QT_CODES("k") ", Tensor v" QT_CODES(
       "v") ", SymInt[] k_size, bool[3] is_signed, bool is_causal, float? scale) -> (Tensor y, Tensor logsumexp)");
 
@@ -328,42 +328,42 @@ TORCH_LIBRARY(qtoolkit, m) {
   // the same: in a forward that changes x, as `changes` says, that is an error.
   m.def("snapshot(Tensor x, bool changes=False) -> Tensor");
 
-  // Returns the integer codes of x: int8, uint8, int16, uint16 or int32. NaN becomes qmin.
+  // Returns x as integers: int8, uint8, int16, uint16 or int32. NaN becomes qmin.
   m.def(
       "quantize(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax, int? axis=None, int group=1, "
       "int block_size=0, *, ScalarType dtype) -> Tensor");
 
-  // Returns the values of integer codes.
+  // Returns the values of integers.
   m.def(
       "dequantize(Tensor codes, Tensor scale, Tensor? zero_point, int? axis=None, int group=1, int block_size=0, *, "
       "ScalarType dtype) -> Tensor");
 
-  // Returns 4-bit codes, two per byte: one-dimensional uint8, x's elements in row-major order, the first in the low
+  // Returns 4-bit integers, two per byte: one-dimensional uint8, x's elements in row-major order, the first in the low
   // half of a byte, an odd number padded with 0 (ONNX's INT4 and UINT4). Signed if qmin is negative. NaN becomes qmin.
-  // in_memory_order: those of an image in channels_last, with an even number of channels, are packed as quant_layer
-  // takes them: those of channels 2i and 2i + 1 as channel i.
+  // in_memory_order: an image in channels_last, with an even number of channels, is packed as quant_layer
+  // takes it: channels 2i and 2i + 1 as channel i.
   m.def(
       "quantize_int4(Tensor x, Tensor scale, Tensor? zero_point, int qmin=-8, int qmax=7, int? axis=None, "
       "int group=1, int block_size=0, bool in_memory_order=False) -> Tensor");
 
-  // Returns the values of such codes, row-major of the given size.
+  // Returns the values of such integers, row-major of the given size.
   m.def(
       "dequantize_int4(Tensor packed, SymInt[] size, Tensor scale, Tensor? zero_point, bool signed=True, "
       "int? axis=None, int group=1, int block_size=0, *, ScalarType dtype) -> Tensor");
 
-  // The arithmetic of runtimes on codes; see requantize.h. Results are float32 values on the grid of scale, one
-  // element, with codes minus the zero point in [qmin, qmax].
+  // The integer arithmetic of runtimes; see requantize.h. Results are float32 values on the grid of scale, one
+  // element, with integers minus the zero point in [qmin, qmax].
   //
-  // Returns the values of the codes round(x * factor + offset) - zero_code; of round(x / scale + offset) - zero_code
+  // Returns the values of the integers round(x * factor + offset) - zero_code; of round(x / scale + offset) - zero_code
   // without a factor. factor: broadcast to x. offset: one element; by default zero_code. fused: multiplies and adds
   // with one rounding. x is rounded to float32 first.
   m.def(
       "requantize(Tensor x, Tensor? factor, Tensor scale, int qmin, int qmax, Tensor? offset=None, int zero_code=0, "
       "bool fused=False) -> Tensor");
 
-  // Returns the values of the codes x * factor as LiteRT's reference kernels round them: by a factor of 31 bits, then
-  // by a power of two. factor: float64, positive, broadcast to x. count: by what the bits are divided, as those of a
-  // mean. rounded_once: by both at once. x: integers of less than 2^31.
+  // Returns the values of the integers x * factor as LiteRT's reference kernels round them: by a factor of 31 bits,
+  // then by a power of two. factor: float64, positive, broadcast to x. count: the divisor of the bits, as for a mean.
+  // rounded_once: by both at once. x: integers of less than 2^31.
   m.def(
       "requantize_fixed_point(Tensor x, Tensor factor, Tensor scale, int qmin, int qmax, int count=1, bool "
       "rounded_once=False) -> Tensor");
@@ -378,37 +378,37 @@ TORCH_LIBRARY(qtoolkit, m) {
   // Returns fake_quant(x, scale, zero_point, qmin, qmax) as LiteRT computes it: halves are rounded away from zero.
   m.def("fake_quant_away(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor");
 
-  // Ops of LiteRT's reference kernels on codes, integers as floats; see reference_codes.cpp. Returns the codes of
-  // softmax on the grid of 256 steps of 1/256, from codes of which a zero point may be subtracted.
+  // Ops of LiteRT's reference kernels on integers stored as floats; see reference_codes.cpp. Returns the integers of
+  // softmax on the grid of 256 steps of 1/256, from integers of which a zero point may be subtracted.
   m.def("softmax_codes(Tensor x, float scale, int dim) -> Tensor");
 
-  // Returns codes of x relu6(x + 3) / 6 minus the zero point, from codes minus theirs.
+  // Returns the integers of x relu6(x + 3) / 6 minus the zero point, from integers minus theirs.
   m.def("hard_swish_codes(Tensor x, float x_scale, float scale, int qmin, int qmax) -> Tensor");
 
-  // Returns sums / counts, rounded with halves away from zero: the codes of means of codes.
+  // Returns sums / counts, rounded with halves away from zero: the integers of means.
   m.def("average_codes(Tensor sums, Tensor counts) -> Tensor");
 
-  // Returns codes of images (N, C, H, W) at another size, from codes with their zero point.
+  // Returns the integers of images (N, C, H, W) at another size, from integers with their zero point.
   m.def("resize_linear_codes(Tensor x, int[] size, bool align_corners) -> Tensor");
 
   // Returns fake_quant(x, scale, zero_point, qmin, qmax) as OpenVINO computes it: x is multiplied by a factor.
   m.def("fake_quant_by_factor(Tensor x, Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor");
 
-  // Returns the codes minus the zero point of values on a grid with one scale, as floats of the arithmetic's type.
+  // Returns the integers minus the zero point of values on a grid with one scale, as floats of the arithmetic's type.
   m.def("centred_codes(Tensor x, Tensor scale) -> Tensor");
 
   // Returns the lowest and highest values, per tensor, per channel or (in the shape of a scale) per block. NaN
   // propagates.
   m.def("minmax(Tensor x, int? axis=None, int group=1, int block_size=0) -> (Tensor, Tensor)");
 
-  // Widens the running ranges lo and hi to hold those of x; with a momentum, moves them towards those of x. The initial
+  // Widens the running ranges lo and hi to hold the range of x; with a momentum, moves them towards it. The initial
   // range is [inf, -inf]. With skipped (int64, as many elements as lo), a range with NaN or infinities is counted there
   // and not taken in.
   m.def(
       "observe_minmax_(Tensor x, Tensor(a!) lo, Tensor(b!) hi, float? momentum=None, int? axis=None, int group=1, "
       "int block_size=0, Tensor(c!)? skipped=None) -> ()");
 
-  // Returns the scale and zero point (empty if symmetric) whose codes cover the ranges [lo, hi]; see range_grid.h.
+  // Returns the scale and zero point (empty if symmetric) whose grid covers the ranges [lo, hi]; see range_grid.h.
   m.def(
       "grid_of_range(Tensor lo, Tensor hi, int qmin, int qmax, bool symmetric=True, bool pow2_scale=False) "
       "-> (Tensor, Tensor)");
@@ -420,7 +420,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "observe_histogram_(Tensor x, Tensor(a!) counts, Tensor(b!) lo, Tensor(c!) hi, int? axis=None, int group=1) "
       "-> ()");
 
-  // Returns the best range to quantize for codes [qmin, qmax], by a method ("percentile", "mse", "l2" or "entropy");
+  // Returns the best range to quantize to [qmin, qmax], by a method ("percentile", "mse", "l2" or "entropy");
   // see search.h. counts: (bins) or (channels, bins). candidates: for "entropy", the symmetric ranges to compare, in
   // bins from zero (empty: every edge). An empty histogram gives [inf, -inf], one with lo and hi NaN gives NaN.
   m.def(

@@ -22,7 +22,7 @@ struct Numbers {
   }
 };
 
-// The place of the first number for which `before` is false: all numbers in front of it have it true, and those behind
+// The place of the first number for which `before` is false: all numbers in front of it have it true, and those after
 // it false. `near` is where to look first. -infinity counts as true, infinity as false.
 template <class A, class F>
 QT_FN int64_t first_not(A near, F before) {

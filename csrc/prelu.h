@@ -1,4 +1,4 @@
-// PReLU (arXiv 1502.01852) and an integer grid behind it, as one functor; see fake_quant.h. The zero point of the
+// PReLU (arXiv 1502.01852) and an integer grid after it, as one functor; see fake_quant.h. The zero point of the
 // kernel's arguments is the slope below 0, one for each channel; that of the grid is the same for all channels.
 #pragma once
 

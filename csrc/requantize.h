@@ -1,4 +1,4 @@
-// How runtimes round to codes where they do not do as grid.h does: behind sums of products of codes, in a sum of two
+// How runtimes round to codes where they do not do as grid.h does: after sums of products of codes, in a sum of two
 // tensors, and where they quantize by a multiplication. Sources are files of onnxruntime 1.30 under onnxruntime/core,
 // of XNNPACK under src, of OpenVINO under src/plugins/intel_cpu/src and of LiteRT under tensorflow/lite/kernels.
 //
@@ -218,7 +218,7 @@ struct FloatSum {
 };
 
 // (a round(ra 2^k) + b round(rb 2^k) + 2^(k - 1)) >> k of codes minus their zero points, where the larger factor has 20
-// bits behind its highest one: halves are rounded up. Integers of 32 bits are exact in float64, and 2^k is too. Source:
+// bits after its highest one: halves are rounded up. Integers of 32 bits are exact in float64, and 2^k is too. Source:
 // xnn_init_qs8_add_minmax_scalar_params in microparams-init.c, and qs8-vadd.
 template <class A>
 struct FixedPointSum {

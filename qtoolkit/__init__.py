@@ -1,4 +1,4 @@
-"""qtoolkit: quantization-aware training for PyTorch, and ONNX models that compute the codes seen in training."""
+"""qtoolkit: quantization-aware training for PyTorch, and ONNX models that compute the same quantized values as in training."""
 
 import sys
 from importlib import import_module

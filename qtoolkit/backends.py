@@ -6,9 +6,9 @@ Each kind of op (`qtoolkit.op_kinds.table`) has a role on a target:
 - "merge": its inputs are quantized too, by the target's rule for residual adds.
 - "concat": if a quantized op takes its output, all its inputs are quantized with one scale, which the output then has too.
 - "transparent": it moves or picks values without changing them, so the quantizer of its input serves its output.
-- "activation": the target computes it as one op with the op before it, and no quantizer is inserted between the two. After an
-  op that it cannot join it is float, or, on a target with `quantize_outputs`, "compute". Behind an op that needs a quantized
-  output (`needs_quantized_output`) and does not join it, it is float and takes quantized inputs.
+- "activation": the target fuses it into the op before it, and no quantizer is inserted between the two. After an op
+  that cannot fuse it, it is float, or, on a target with `quantize_outputs`, "compute". After an op that needs a
+  quantized output (`needs_quantized_output`) and does not fuse it, it is float and takes quantized inputs.
 - "float": it is not quantized, and the report says so. Kinds that a target does not name are "float".
 
 A new target is one more table here, and a test.
@@ -24,7 +24,7 @@ from qtoolkit.errors import check_known, shown
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import ACTIVATIONS, CONCATS, KINDS, MOVES
 
-# The default of a required argument `backend` that stands behind optional ones.
+# The default of a required argument `backend` after optional ones.
 REQUIRED = "<required>"
 
 Role = Literal["compute", "merge", "concat", "transparent", "activation", "float"]
@@ -38,9 +38,9 @@ class Backend:
 
     Attributes:
         name: Its name in reports.
-        qconfig: The default config, and what a spec of the user's that leaves out fields is completed by. Its own specs have
-            the defaults of QuantSpec in fields that are left out. Axis 0 of a weight stands for the output channel of every
-            kind of layer.
+        qconfig: The default config. It also gives the fields that the user's specs leave out. Fields that its own specs
+            leave out have QuantSpec's defaults. Axis 0 of a weight stands for the output channel of every kind of
+            layer.
         roles: The role of each kind of op.
         conv_transpose_axis: The axis of a transposed convolution's weight that its scales run along.
         grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups. If not, lint
@@ -49,22 +49,22 @@ class Backend:
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.
         integer_weights: Whether weights are exported as integers (DequantizeLinear alone), not as floats with both nodes.
-        weight_codes: The type in which ONNX files store signed codes of 8 bits of weights: "int8"; or "uint8", the same codes
-            128 higher with a zero point of 128, whose sums onnxruntime computes exactly on every processor.
-        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight scale.
-            Training and the exported file then have them on that grid.
+        weight_codes: The type in which ONNX files store signed 8-bit weights: "int8"; or "uint8", shifted by 128 with a
+            zero point of 128, whose sums onnxruntime computes exactly on every processor.
+        integer_bias: Whether the target adds biases to integer sums, in int32, in steps of input scale times weight
+            scale. Training and the exported file then round biases to these steps.
         runtime: The entry of `qtoolkit.runtimes.table.RUNTIMES` whose integer arithmetic the target has; None for none.
         advice: Names in `qtoolkit.lint.layers.ADVICE`: ops that are not faster in integers on the target.
         weight_bits: Widths of weights that the target computes in integers; None for all. Lint reports others.
         unsigned_after_relu: Whether a tensor that is never negative is quantized without a sign, if its spec is symmetric.
         integers_in_and_out: Whether ops without weights are quantized only where their output is quantized too.
-        needs_quantized_output: Kinds that the target computes in integers only if all that take their output take it
-            quantized. The output of a quantized layer of these kinds is always quantized, unless only the graph's outputs take
-            it. An op without weights is quantized if an op behind it asks for a quantized tensor.
-        splits_silu: Whether a SiLU behind such an op becomes a sigmoid and a product, which are quantized.
-        joined_activations: The activations that ops of these kinds join.
-        repeated_pairs: ONNX ops that move values, and that the target executes on codes only if a Q/DQ pair stands behind them
-            too. The file repeats the pair of their input there.
+        needs_quantized_output: Kinds that the target computes in integers only if every op that takes their output
+            takes it quantized. The output of a quantized layer of these kinds is always quantized, unless only the
+            graph's outputs take it. An op without weights is quantized if an op after it asks for a quantized tensor.
+        splits_silu: Whether a SiLU after such an op becomes a sigmoid and a product, which are quantized.
+        joined_activations: The activations that are fused into ops of these kinds.
+        repeated_pairs: ONNX ops that move values, and that the target executes in integers only if a Q/DQ pair follows
+            them too. The file repeats the pair of their input there.
         sub_pixel: Whether the file has a convolution and a DepthToSpace for a transposed convolution with a quantized output
             (`qtoolkit.export.passes.sub_pixel`), because the target has integer kernels for these two alone. A transposed
             convolution that only outputs of the graph take stays float, unless a rule names it.
@@ -72,20 +72,20 @@ class Backend:
             computes in integers throughout.
         quantize_graph_inputs: Whether inputs of the graph are quantized like other tensors.
         quantize_graph_outputs: Whether outputs of the graph are quantized, if a quantized op computes them.
-        end_bits: The least bits of the first and last layers, in the default config and by a global rule, by LSQ where the
-            config's own quantizer does not have as many; None for no
-            minimum.
-        same_grid: Kinds that compute on codes with one grid for their input and their output, which then share a quantizer.
-        output_specs: The spec of the output of kinds whose grid the target fixes, in the bits of that spec.
-        batch_norm_as_conv: Whether a batch norm behind a layer and its activation, which no layer folds, becomes a depthwise
+        end_bits: The least bits of the first and last layers, in the default config and by a global rule; None for no
+            minimum. LSQ quantizes them where the config's own quantizer does not have as many bits.
+        same_grid: Kinds that compute in integers with one scale and zero point for input and output, which then share a
+            quantizer.
+        output_specs: The spec of the output of kinds for which the target fixes the scale, at the bits of this spec.
+        batch_norm_as_conv: Whether a batch norm after a layer and its activation, which no layer folds, becomes a depthwise
             convolution in eval mode, because the target has integer kernels for these alone.
         batch_norm: How a layer takes over the batch norm after it in training: one of `qtoolkit.nn.batch_norm.STRATEGIES`.
-        float_type: The type of what is not quantized in its files, and of the Q/DQ nodes: "float32"; or "float16", for a target
-            that computes each tensor in the type that the file gives it. The scales of `qconfig` are numbers of this type
-            (`QuantSpec.scale_dtype`), also where its specs name another one.
+        float_type: The type of the tensors that its files do not quantize, and of the Q/DQ nodes: "float32"; or "float16",
+            for a target that computes each tensor in the type that the file gives it. The scales of `qconfig` are numbers
+            of this type (`QuantSpec.scale_dtype`), also where its specs name another one.
         silu_form: How files in float16 have x * sigmoid(x): "sigmoid", as torch's exporters write it; "tanh", as
             x * (0.5 * tanh(0.5 * x) + 0.5), for a target that computes this in one op with the layer before it.
-        title: What the target is, in a few words.
+        title: A short description of the target.
 
     Raises:
         ValueError: A kind of op, a role or an option is not known.
@@ -155,7 +155,7 @@ class Backend:
         return "merge" if role == "concat" and not self.shared_concat else role
 
     def joins(self, kind: OpKind, activation: OpKind) -> bool:
-        """Return whether the target computes an op and an activation behind it as one."""
+        """Return whether the target computes an op and an activation after it as one."""
         return kind.name not in self.needs_quantized_output or activation.name in self.joined_activations
 
     def quantizes(self, kind: OpKind) -> bool:
@@ -163,7 +163,7 @@ class Backend:
         return self.role(kind) in QUANTIZED_ROLES
 
     def frees_a_branch(self) -> bool:
-        """Return whether one input of a residual add stays unquantized: the convolution that computes it takes in the add."""
+        """Return whether one input of a residual add stays unquantized: the add is fused into its convolution."""
         return self.residual_add == "identity"
 
     def is_float_without_quantized_output(self, kind: OpKind) -> bool:
@@ -209,7 +209,7 @@ _LOGARITHMIC = QuantSpec(bits=8, format="nnie")
 # pooling does not: like every op without weights (linear resizes too) it is quantized only together with its output. All
 # inputs of a concat have one scale (NVIDIA Model Optimizer's ONNX rules). Other elementwise ops stay float: a gate times a
 # convolution fuses without Q/DQ. Weights stay float with both nodes, which all its parsers read. Transposed convolutions:
-# axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8 only with Q/DQ behind
+# axis 1 from version 10 on. F.scaled_dot_product_attention stays float: an attention is fused in int8 only with Q/DQ after
 # its softmax too (NVIDIA's documentation, "MHA fusion"; NVIDIA/TensorRT #2981), and inside of that one op there is none; in
 # half precision it is fused as it stands. Attention of matrix products and a softmax has all of them. Networks are strongly
 # typed: what the file has in float32 is computed in float32. A pair of float16 has a scale of float16 (ONNX, QuantizeLinear
@@ -250,17 +250,17 @@ TENSORRT8 = replace(
 
 # onnxruntime, QDQ format, CPU. Source: its documentation, "Quantize ONNX models": activations uint8 with a zero point,
 # weights symmetric per channel. The file stores weights in uint8 with a zero point of 128 (U8U8): processors without VNNI add
-# products of uint8 and int8 codes in 16 bits, which saturate (the same page, "When and why do I need to try U8U8?"). What
+# products of uint8 and int8 in 16 bits, which saturate (the same page, "When and why do I need to try U8U8?"). What
 # follows was measured with 1.30 at its default optimization level (the table in docs/runtimes.md), and agrees with its
 # selectors (onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc): QLinearConv, QLinearAdd,
 # QLinearMul, QLinearAveragePool, QLinearSigmoid and QLinearLeakyRelu are fused only if their one output goes to a
 # QuantizeLinear; QGemm and MatMulIntegerToFloat return floats too. Only those activations join that the saturation of a
 # QuantizeLinear replaces. Transposed convolutions have no integer kernel, and between Q/DQ nodes onnxruntime quantizes the
-# weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run on codes. One that only
+# weight of a float one itself: the file has a convolution and a DepthToSpace instead, which run in integers. One that only
 # outputs of the graph take is fastest without Q/DQ nodes. Linear resizes have no integer kernel either: between Q/DQ nodes
 # they are slower than in float. F.scaled_dot_product_attention is written as products around a softmax, which run in float
 # even between Q/DQ nodes. Ops with a constant stay float, because the constant has no quantizer. Biases are int32
-# (core/optimizer/qdq_transformer/weight_bias_quantization.cc). Batch norms have no integer kernel: six of 512 channels behind
+# (core/optimizer/qdq_transformer/weight_bias_quantization.cc). Batch norms have no integer kernel: six of 512 channels after
 # ReLUs took 4.4 of 10 ms, and 0.3 ms as depthwise convolutions.
 ONNXRUNTIME = Backend(
     name="onnxruntime",
@@ -352,7 +352,7 @@ TENGINE = replace(
     roles=_roles(compute=(*_LAYERS, *_IN_INTEGERS, "hardswish", "sigmoid"), merge=("add", "mul")),
 )
 
-# NNIE (HiSilicon) computes on logarithmic codes. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
+# NNIE (HiSilicon) has a logarithmic grid. Source: MQBench's NNIE scheme: weights and activations logarithmic per tensor;
 # inputs of layers, pools, batch norms, interpolations, adds and products; concats stay float.
 NNIE = Backend(
     name="nnie",
@@ -377,8 +377,8 @@ TVM = Backend(
 
 # XNNPACK, through ExecuTorch's delegate. Source: its partitioner (executorch 1.5, backends/xnnpack/partition/config):
 # activations int8 with a zero point, weights symmetric in [-127, 127] (xnnpack_quantizer.py), for transposed convolutions
-# along the output channels. It takes a layer, sum, difference, product or global mean on codes only if one quantize op takes
-# its output, behind a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
+# along the output channels. It takes a layer, sum, difference, product or global mean in integers only if one quantize op takes
+# its output, after a ReLU or ReLU6 at most. A layer without one is not delegated: the runtime's own kernels, which are slow,
 # dequantize its weight at each run. Average pools over windows, linear resizes and other activations are float. Biases are
 # int32 in steps of input scale times weight scale.
 XNNPACK = Backend(
@@ -398,7 +398,7 @@ XNNPACK = Backend(
 # quantization/quantization_spec): activations int8 with a zero point, weights int8 in [-127, 127] per output channel, biases
 # int32 in steps of input scale times weight scale. Pools, resizes, concats and what moves values have one grid for inputs and
 # output. Softmax, logistic and tanh have fixed grids. An op computes in integers where all its inputs and its output are
-# quantized, behind a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
+# quantized, after a ReLU or ReLU6, or a clip that the saturation of its output is too. Transposed convolutions have no groups.
 _LITERT_OPS = (*_LAYERS, "matmul", "avg_pool", "mean", "upsample_linear", "softmax", "sigmoid", "tanh", "leaky_relu",
                "hardswish", "gelu", "abs")  # fmt: skip
 _LITERT_MERGES = ("add", "sub", "mul")

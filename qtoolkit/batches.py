@@ -91,7 +91,7 @@ def recorded_inputs(model: nn.Module, batch: object, forward: Callable[[nn.Modul
     with removing([handle]), torch.no_grad():
         forward(model, batch)
     if not calls:
-        raise ValueError(f"{what}: forward must call model(...) with what the model takes of the batch.")
+        raise ValueError(f"{what}: forward must call model(...) with the model's inputs from the batch.")
     args, kwargs = calls[0]
     if not args or not kwargs:
         return args or kwargs
@@ -118,7 +118,7 @@ def _takes(model: nn.Module, inputs: object) -> bool:
 
 
 def _if_fixed(model: nn.Module, inputs: object) -> str:
-    """Return what to do, if what is left out of a batch is an argument that the model's graph has fixed at None."""
+    """Return the remedy, if an item that is left out of a batch is an argument that the model's graph has fixed at None."""
     named, given = taken_arguments(model), given_arguments(model, inputs) or {}
     fixed = [name for name in given if name not in named and not LABELS.search(name)]
     remedy = "pass it in the example_inputs of qtoolkit.prepare, which fixed it at None"
@@ -133,7 +133,7 @@ def taken_arguments(model: nn.Module) -> list[str]:
 
 
 def _difference(inputs: object, taken: Collection[object]) -> str:
-    """Return in words what of the inputs is not taken."""
+    """Return in words which of the inputs are not taken."""
     if isinstance(inputs, Mapping):
         return " and ".join(repr(name) for name in inputs if name not in taken)
     return f"item {len(taken)}"

@@ -45,7 +45,7 @@ class CalibrationReport:
     Attributes:
         batches: Batches that were run, in all processes.
         ranges: The range that each quantizer's observer chose. The grid covers it.
-        unreached: Quantizers that saw no data. A layer that has no other one of an activation is converted to a float layer.
+        unreached: Quantizers that saw no data. A layer without another activation quantizer becomes a float layer.
         observed: The lowest and highest value that each quantizer saw: exactly, to the width of a histogram's bin, or their
             moving averages.
         grids: The lowest and highest value that each quantizer represents.
@@ -86,18 +86,20 @@ def calibrate(
 ) -> CalibrationReport:
     """Observe the ranges of all quantizers on data, and set their scales. Then the model quantizes.
 
-    The model runs without gradients, and its quantizers observe and do not quantize. It runs in eval mode, but for the batch
-    norms of a model in training mode, which normalize by the statistics of each batch, as they will in training (by the
-    running ones where a batch has one value for each channel). Afterwards the model is in its own mode again, with its own
-    statistics. In the training that follows, fixed ranges of activations follow the data for 200 steps (docs/training.md).
+    The model runs without gradients, and its quantizers observe and do not quantize. It runs in eval mode, except that
+    batch norms of a model in training mode normalize by the statistics of each batch, as they will in training (by the
+    running ones where a batch has one value for each channel). Afterwards the model is in its own mode again, with its
+    own statistics. In the training that follows, fixed ranges of activations follow the data for 200 steps
+    (docs/training.md).
 
-    Ranges by "minmax" and "histogram" do not depend on how the data is split into processes, nor, without batch norms in
-    training mode, into batches: if torch.distributed is initialized, all ranks get the ranges of all data (moving averages:
-    their mean). If anything raises, forward and the data included, all ranges, scales and observers are as before.
+    Ranges by "minmax" and "histogram" do not depend on how the data is split into processes. Without batch norms in
+    training mode they do not depend on the batches either. If torch.distributed is initialized, all ranks get the
+    ranges of all data (for moving averages, the mean of their ranges). If anything raises, forward and the data
+    included, all ranges, scales and observers are as before.
 
     Args:
-        prepared: A model with quantizers, prepared, replaced or the user's own. Of one in DistributedDataParallel, the model
-            inside is run.
+        prepared: A model with quantizers, prepared, replaced or the user's own. If it is wrapped in
+            DistributedDataParallel, the model inside is run.
         batches: Any iterable of batches. A batch is passed as model(*batch) if it is a tuple or list, model(**batch) if a
             mapping, else model(batch). Labels that the model's forward cannot take are left out, with a warning: the last item
             of a tuple or list, such as a data loader's (images, labels), or the entries of a mapping with the names of labels.
@@ -109,7 +111,7 @@ def calibrate(
             "clip_std"; or from a histogram by "mse", "l2", "entropy" or "percentile" (99.99 %). A spec's `observer_args` take
             other options. The specs of their quantizers then say so. None follows the specs. Histograms count the values of
             padding like all others: pass batches without it, such as texts of about one length.
-        other: None: what other tools call an argument raises an error that says what to write.
+        other: Must be empty. An argument name of another tool raises TypeError, which says what to write.
 
     Returns:
         The ranges, and the quantizers that saw no data.
@@ -119,9 +121,9 @@ def calibrate(
             batch norm in training mode has statistics of fewer than 16 values.
 
     Raises:
-        ValueError: The model has no quantizer, there is no batch, the method is unknown or does not support a quantizer's
-            format, a quantizer observed NaN or infinities, or a batch norm that is linked to a layer is no longer in the
-            model.
+        ValueError: The model has no quantizer, there is no batch, the method is unknown or does not support a
+            quantizer's format, a quantizer observed NaN or infinities, or a batch norm that is linked to a layer was
+            removed from the model.
         TypeError: An argument is of a wrong type, or a batch does not match the signature of the model's forward.
         RuntimeError: No quantizer saw data, as where `forward` calls another model.
 
@@ -179,9 +181,9 @@ def calibrate(
 class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
     """Observe ranges in your own loop without quantizing, and set the scales after the block, as `calibrate` does.
 
-    The model runs in the mode that it is in, and with gradients unless `torch.no_grad` says otherwise. What was observed before
-    the block does not count. If the block raises, all ranges, scales and observers are as before. In a process group every rank
-    must leave the block, and all get the ranges of all data.
+    The model runs in the mode that it is in, and with gradients unless `torch.no_grad` says otherwise. Observations
+    from before the block do not count. If the block raises, all ranges, scales and observers are as before. In a
+    process group every rank must leave the block, and all get the ranges of all data.
 
     As a plain call, or with `apply()`, it turns on observation alone, and sets no scales.
 
@@ -190,8 +192,8 @@ class calibrating(observe_ranges):  # noqa: N801 (used like torch.no_grad)
         which: "all", "weights" or "activations".
 
     Warns:
-        UserWarning: A quantizer saw no data in the block and has no range, a range clips much, or a function took the weight of
-            a replaced layer without a call of the layer.
+        UserWarning: A quantizer saw no data in the block and has no range, a range clips much, or a function used the
+            weight of a replaced layer without calling the layer.
 
     Raises:
         RuntimeError: No quantizer saw data in the block.
@@ -268,8 +270,8 @@ def _check_reached(quantizers: Mapping[str, TensorQuantizer], what: str, where: 
 def _warn_of_unreached(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
-            f"calibrating: no data reached the quantizers {some(list(map(repr, names)))} in the block, so that they have no "
-            f"range; run data through the model that reaches them, in eval mode where eval mode alone has them.",
+            f"calibrating: no data reached the quantizers {some(list(map(repr, names)))} in the block, so they have no "
+            f"range; run data that reaches them, in eval mode for those that only eval mode uses.",
             stacklevel=3,  # the `with` statement, whose end calls this
         )
 
@@ -315,9 +317,9 @@ def _finish(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer], coun
 
 
 def load_ranges(prepared: nn.Module, quantizers: Mapping[str, TensorQuantizer]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Set the grids of these quantizers of a model from what they have observed; return the range of each that has.
+    """Set the grids of these quantizers of a model from their observations; return the range of each that has some.
 
-    A layer that no batch ran through has a weight too, whose range is taken. Learned scales of weights are trained at the rates
+    The range of a weight is set even if no batch reached its layer. Learned scales of weights are trained at the rates
     of the weights as they are. NaN or infinities raise ValueError.
     """
     take_names(quantizers)
@@ -347,19 +349,19 @@ def _run(run: Callable[..., object], model: nn.Module, batch: object, by_batch: 
 
 
 def _warn_of_few_values(values: Mapping[str, int]) -> None:
-    """Warn of batch norms whose statistics are of so few values that the ranges behind them are not those of eval mode."""
+    """Warn of batch norms whose statistics are of so few values that the ranges after them differ from eval mode's."""
     few = [f"{name!r} ({count})" for name, count in values.items() if count < FEW_VALUES]
     if few:
         warnings.warn(
             f"calibrate: in training mode the batch norms {some(few)} normalize fewer than {FEW_VALUES} values of a channel "
-            f"(batch size times height times width) by their own statistics, and what is behind them has another range in eval "
-            f"mode. Pass larger batches; or call prepared.eval() before calibrate, and prepared.train() after it.",
+            f"(batch size times height times width) by their own statistics; in eval mode the ranges after them differ. "
+            f"Pass larger batches; or call prepared.eval() before calibrate, and prepared.train() after it.",
             stacklevel=3,  # the caller of calibrate
         )
 
 
 def _warn_of_clipping(reached: Mapping[str, TensorQuantizer], clipped: Mapping[str, float | None], what: str) -> None:
-    """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or few codes make it best."""
+    """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or the spec has few bits."""
     much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(reached[name], share)]
     if much:
         warnings.warn(

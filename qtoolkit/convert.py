@@ -43,35 +43,36 @@ def convert(
     a warning. Each quantized layer also has `forward_fp32`; with `qtoolkit.disable_quantization(converted)` every op,
     functions too, computes in float. The prepared model does not change.
 
-    With `arithmetic="integer"`, ops between quantizers are computed on codes, as the runtime's own integer kernels do: exact
-    integer sums, an int32 bias, and the runtime's order of roundings. Every quantizer then gives the codes of the
-    deployed file. An op for which the runtime has no integer kernel stays float, as in the runtime; `plan.computed` and
-    `qtoolkit.quantization_report` list the kernels, and the reasons of the others.
+    With `arithmetic="integer"`, ops between quantizers are computed in integers, as the runtime's own kernels do: exact
+    integer sums, an int32 bias, and the runtime's order of roundings. Every quantizer then gives the quantized values
+    of the deployed file. An op for which the runtime has no integer kernel stays float, as in the runtime;
+    `plan.computed` and `qtoolkit.quantization_report` list the kernels, and the reasons why other ops have none.
 
     Args:
-        prepared: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or any other model with quantizers,
-            calibrated. Of a model in DistributedDataParallel, DataParallel or torch.compile, the model inside is converted.
-        arithmetic: "float": layers compute in float on values from the grid. "integer": on codes, for a model that
-            `qtoolkit.prepare` returned, in float32.
-        state_dict: The state dict of a model that was converted before, from the same float model, backend and
-            QConfigMapping. The result has its weights and scales, and `prepared` needs no data: this restores a converted
-            model in a new process.
-        runtime: Whose arithmetic "integer" is: "onnxruntime", "openvino", "xnnpack", "litert" (its reference kernels) or
-            "tensorrt" (as documented). None: the runtime of the backend.
+        prepared: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or any other model with
+            quantizers, calibrated. If it is wrapped in DistributedDataParallel, DataParallel or torch.compile, the
+            model inside is converted.
+        arithmetic: "float": layers compute in float on dequantized values. "integer": they compute in integers, for a
+            model that `qtoolkit.prepare` returned, in float32.
+        state_dict: The state dict of a converted model that has the same float model, backend and QConfigMapping. The
+            result has its weights and scales, and `prepared` needs no data: this restores a converted model in a new
+            process.
+        runtime: The runtime whose integer arithmetic is computed: "onnxruntime", "openvino", "xnnpack", "litert" (its
+            reference kernels) or "tensorrt" (as documented). None: the runtime of the backend.
 
     Returns:
         A model of the same type, in eval mode, without observers. In a model without a graph, a folded batch norm is an
         Identity.
 
     Warns:
-        UserWarning: No data reached a layer with quantizers of its own inputs, such as one that forward never calls, which
-            stays in float; or what a range clips, or left out.
+        UserWarning: A layer that no data reached stays in float, a quantizer is off, a range clips many values, or a
+            range leaves out NaN or infinities.
 
     Raises:
         RuntimeError: Nothing was calibrated, or a quantizer of the graph saw no data. The error names it.
-        ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite, `arithmetic`
-            or `runtime` is not known, the model has no graph or the backend no runtime for "integer", or a batch norm that is
-            linked to a layer is no longer in the model; or `runtime` is given without "integer".
+        ValueError: A scale is not positive and finite, a parameter or a statistic of a batch norm is not finite,
+            `arithmetic` or `runtime` is not known, the model has no graph or the backend no runtime for "integer", a
+            batch norm that is linked to a layer was removed from the model, or `runtime` is given without "integer".
         TypeError: The model has no quantizers, or only quantizers of `qtoolkit.compat.pytorch_quantization`; or `state_dict` is
             no mapping.
         RuntimeError, ValueError: `state_dict` does not fit the model.
@@ -131,14 +132,14 @@ def _restored(prepared: M, state_dict: Mapping[str, Tensor]) -> M:
 
 
 def _check_chains_and_branches(model: nn.Module) -> None:
-    """Raise ValueError for a batch norm that was replaced, and a graph with the branch of training mode in eval mode."""
+    """Raise ValueError for a batch norm that was replaced, and a graph with training mode's branch in eval mode."""
     check_links(model)
     for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
         tracing = Tracing() if gm.plan is None else gm.plan.tracing
         if tracing.training and tracing.branches:
             raise ValueError(
-                f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the branch "
-                f"of training mode alone, since no graph can have both. Move the branch into a module without parameters, "
+                f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the "
+                f"branch of training mode alone. Move the branch into a module without parameters, "
                 f"which becomes a leaf module; or name the submodule in `untraced` of prepare; or prepare the model in eval "
                 f"mode."
             )
@@ -149,8 +150,8 @@ def _runtime_for(model: nn.Module, arithmetic: str, runtime: str | None) -> Runt
     if arithmetic != "integer":
         if runtime is not None:
             raise ValueError(
-                f"convert: runtime={runtime!r} is whose integer arithmetic the model gets, and arithmetic={arithmetic!r} has "
-                f'none; write arithmetic="integer", or leave runtime out.'
+                f'convert: runtime={runtime!r} needs arithmetic="integer", got {arithmetic!r}; write arithmetic="integer", '
+                f"or leave runtime out."
             )
         return None
     if not isinstance(model, QuantizedGraphModule) or model.plan is None:
@@ -171,7 +172,7 @@ def _runtime_for(model: nn.Module, arithmetic: str, runtime: str | None) -> Runt
 
 
 def _warn_of_skipped(model: nn.Module) -> None:
-    """Warn of quantizers whose ranges leave out what was not finite."""
+    """Warn of quantizers whose ranges leave out NaN or infinities."""
     names = [name for name, q in quantizers_of(model).items() if q.ready and not q.observer.finite()]
     if names:
         warnings.warn(
@@ -192,7 +193,7 @@ def _warn_of_those_off(model: nn.Module) -> None:
 
 
 def _warn_of_clipped_weights(prepared: nn.Module, converted: nn.Module) -> None:
-    """Warn of weights that have outgrown a range that does not follow them."""
+    """Warn of weights that are larger than a range that does not follow them."""
     clipped = []
     for name, quantizer in quantizers_of(prepared).items():
         layer = converted.get_submodule(name.rpartition(".")[0])
@@ -202,8 +203,8 @@ def _warn_of_clipped_weights(prepared: nn.Module, converted: nn.Module) -> None:
             clipped += [f"{name!r} ({share:.1%})"] if much_clipped(quantizer, share) else []
     if clipped:
         warnings.warn(
-            f"convert: ranges that do not follow their weights, since they were frozen or set, clip more than "
-            f"{MUCH_CLIPPED:.0%} of them, each times the factor of its batch norm: {some(clipped)}. Set "
+            f"convert: ranges that were frozen or set do not follow their weights, and clip more than "
+            f"{MUCH_CLIPPED:.0%} of these (batch norms folded): {some(clipped)}. Set "
             f"quantizer.following = True to take these ranges anew; in training, freeze batch norms with the ranges "
             f"(qtoolkit.freeze_batch_norm).",
             stacklevel=4,  # the caller of convert
@@ -220,7 +221,7 @@ def _check_parts_not_wrapped(model: nn.Module, what: str) -> None:
 
 
 def check_converted(model: object, what: str) -> nn.Module:
-    """Return a model without a wrapper, before `what` is done with it; TypeError unless it is what `convert` returned."""
+    """Return a model without a wrapper, before `what` is done with it; TypeError unless `convert` returned it."""
     if isinstance(model, nn.Module):
         refuse_foreign_quantizers(model, what)
         if named_quantizers(model, Grid) and not quantizers_of(model):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 
 def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:
-    """Return a sentence for an unknown name, with the nearest known one, or what a name of other tools means (`meant`)."""
+    """Return a sentence for an unknown name, with the nearest known one, or the meaning of a name of other tools (`meant`)."""
     names = sorted(known)
     near = (meant or {}).get(str(name).lower()) or nearest(name, names)
     hint = "." if near is None else f"; did you mean {near!r}?"
@@ -101,10 +101,10 @@ def check_flags(what: str, **flags: object) -> None:
 
 
 def check_whole(what: str, name: str, value: object, least: int, otherwise: str = "") -> int:
-    """Return an argument of the public function `what` that is a whole number of at least `least`; True and 2.0 are none.
+    """Return an argument of the public function `what` that is a whole number of at least `least`; True and 2.0 are refused.
 
-    `otherwise` is what else the argument may be, as the error says it, such as " or None". Raises TypeError for what is no
-    whole number, ValueError for less.
+    `otherwise` names other values that the argument may have, as the error says it, such as " or None". Raises TypeError
+    unless it is a whole number, ValueError for less.
     """
     if type(value) is not int:
         raise TypeError(f"{what}: {name} must be a whole number{otherwise}, got {shown(value)}.")
@@ -136,7 +136,7 @@ T = TypeVar("T")
 
 
 def present(value: T | None, what: str) -> T:
-    """Return a value that other code should have set; TypeError if it is None."""
+    """Return a value that should have been set; TypeError if it is None."""
     if value is None:
         raise TypeError(f"{what} is missing.")
     return value

@@ -41,7 +41,7 @@ def install_command(extra: str) -> str:
 def warn_of_other_project(package: Path = Path(__file__).parent) -> None:
     """Warn if the distribution `qtoolkit`, another project, is installed over this package's folder, or under it.
 
-    Of files with the same name, those are there that were installed last.
+    If both have a file of the same name, the file that was installed last is there.
     """
     for other in distributions(name="qtoolkit", path=[str(package.parent)]):  # no other folder is looked at: 0.1 ms
         if "qtoolkit/__init__.py," in (other.read_text("RECORD") or ""):

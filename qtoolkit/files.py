@@ -38,7 +38,7 @@ def is_path(path: object) -> TypeGuard[str | os.PathLike[str]]:
 def checked_path(path: object, what: str, example: str) -> str | os.PathLike[str]:
     """Return a path to write. Errors begin with `what`.
 
-    TypeError for what is no path, IsADirectoryError for a folder, ValueError for the ending of another format.
+    TypeError unless it is a path, IsADirectoryError for a folder, ValueError for the ending of another format.
     """
     if not is_path(path):
         raise TypeError(f'{what}: path must be the file to write, got {shown(path)}; write path="{example}".')
@@ -56,17 +56,17 @@ def check_format(path: str | os.PathLike[str], what: str, example: str) -> None:
     ending = Path(path).suffix.lower()
     if ending in WRITERS and ending != Path(example).suffix:
         raise ValueError(
-            f"{what}: path must not end in {ending!r}, of which {what} writes none, got {os.fspath(path)!r}; write "
+            f"{what}: path must not end in {ending!r}, a format that {what} does not write, got {os.fspath(path)!r}; write "
             f"path={example!r}, or call {WRITERS[ending]}, which writes such files."
         )
 
 
 def write_atomically(data: bytes | Path, path: str | os.PathLike[str]) -> None:
-    """Write a file, with its folders: these bytes, or what another file holds.
+    """Write a file, with its folders: these bytes, or the contents of another file.
 
     If any step fails, a file that exists at `path` stays unchanged. A symbolic link stays one: the file that it points to is
     written. An existing file keeps its mode, and a new one has the umask's. A FIFO or a device is written directly.
-    Temporary files are named .NAME.HOST.PID.RANDOM.tmp; those that a killed process left are removed at the next write of
+    Temporary files are named .NAME.HOST.PID.RANDOM.tmp; the ones that a killed process left are removed at the next write of
     the same file.
 
     Example:
@@ -127,7 +127,7 @@ def _host() -> str:
 
 
 def _remove_stale(folder: Path, prefix: str) -> None:
-    """Remove the temporary files of this machine's processes that no longer run, and those that are older than a day."""
+    """Remove the temporary files of this machine's processes that have ended, and all that are older than a day."""
     for entry in folder.glob(glob.escape(prefix + _host()) + "*.*.tmp"):
         if _writer_of(entry, prefix) is not None and is_abandoned(entry, prefix):
             with suppress(OSError):  # another process has removed it, or this one may not
@@ -135,9 +135,9 @@ def _remove_stale(folder: Path, prefix: str) -> None:
 
 
 def is_abandoned(entry: Path, prefix: str) -> bool:
-    """Return whether nobody writes what has a name of `own_name` any more: its process does not run, or it is a day old.
+    """Return whether a file with a name of `own_name` has no writer: its process does not run, or it is a day old.
 
-    Of a process of another machine, its age alone tells.
+    For a process of another machine, only the age tells.
     """
     pid = _writer_of(entry, prefix)
     with suppress(OSError):  # another process has removed it

@@ -1,4 +1,4 @@
-"""The check that the weights and statistics of a model are numbers, before they become codes or a file."""
+"""The check that the weights and statistics of a model are numbers, before they are quantized or exported."""
 
 import math
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from qtoolkit.quantizers.quantizer import Quantizer
 
 
 def check_finite(model: nn.Module, what: str) -> None:
-    """Raise ValueError, which begins with `what`, for parameters and statistics that no training means, by their names.
+    """Raise ValueError, which begins with `what`, for invalid parameters and statistics, by their names.
 
     Parameters and the statistics of batch norms must be finite, and variances not negative. Other buffers may be infinite, as a
-    mask is, but not NaN. Quantizers check their own scales; what they observe, and one without a range, is left out.
+    mask is, but not NaN. Quantizers check their own scales; observations, and quantizers without a range, are left out.
 
     Example:
         >>> check_finite(nn.BatchNorm1d(2), "convert")

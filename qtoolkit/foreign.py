@@ -19,7 +19,7 @@ ASKED_FOR = ("no_weight_decay", "no_weight_decay_keywords", "group_matcher", "pr
 def integration_of(model_class: type[nn.Module]) -> ModuleType | None:
     """Return the module of `qtoolkit.integrations` for models of a class; None for a class of no such package.
 
-    Raises ImportError where the package lacks what the module imports of it.
+    Raises ImportError if the package lacks a name that the module imports.
     """
     for (package, name), module in OF_PACKAGES.items():
         kind = getattr(sys.modules.get(package), name, None)
@@ -29,7 +29,7 @@ def integration_of(model_class: type[nn.Module]) -> ModuleType | None:
             except ImportError as error:
                 of = package.partition(".")[0]
                 raise ImportError(
-                    f"the installed {of} lacks what qtoolkit needs for its models ({error}); install a later {of}."
+                    f"the installed {of} lacks a name that qtoolkit needs for its models ({error}); install a later {of}."
                 ) from error
     return None
 

@@ -1,4 +1,4 @@
-"""What a first attempt types: names that other tools have, and arguments in another order, with what to type instead."""
+"""Names that other tools have, and arguments in another order, with the names and the order to write instead."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ PREPARE = (
     "qtoolkit.prepare(model, example_inputs, backend=...), which prepares for QAT in training mode and for PTQ in eval "
     "mode"
 )
-DEFAULT = "qtoolkit.prepare(model, example_inputs, backend=...): the default config is that of the backend"
+DEFAULT = "qtoolkit.prepare(model, example_inputs, backend=...): the backend gives the default config"
 STUBS = "qtoolkit.prepare(model, example_inputs, backend=...), which places the quantizers; it needs no stubs"
 # For names that the package does not have.
 WAYS = {
@@ -79,13 +79,13 @@ TRANSLATED: Mapping[str, Callable[[object], str]] = {
     "unsigned": lambda value: f"signed={not value}",
     "qscheme": lambda value: f"axis={0 if 'channel' in str(value) else None}, symmetric={'symmetric' in str(value)}",
     "granularity": lambda value: "axis=0 for a scale for each channel, and group_size for one for each group",
-    "quant_min": lambda value: "bits, signed and narrow, which give the lowest code",
-    "quant_max": lambda value: "bits and signed, which give the highest code",
+    "quant_min": lambda value: "bits, signed and narrow, which give the lowest quantized value",
+    "quant_max": lambda value: "bits and signed, which give the highest quantized value",
 }
 
 
 def check_arguments(of: str, given: Mapping[str, object], known: Collection[str]) -> None:
-    """Raise TypeError for keyword arguments of QuantSpec that it does not have, with those to write instead.
+    """Raise TypeError for keyword arguments of QuantSpec that it does not have, with the arguments to write instead.
 
     Example:
         >>> check_arguments("QuantSpec", {"num_bits": 4, "per_channel": True}, ["bits", "axis"])
@@ -134,7 +134,7 @@ SAID_OTHERWISE = {
 
 
 def refuse_others(function: Callable[..., object], other: Mapping[str, object]) -> None:
-    """Raise TypeError for keyword arguments that a function does not have, with those to write instead.
+    """Raise TypeError for keyword arguments that a function does not have, with the arguments to write instead.
 
     Example:
         >>> def calibrate(prepared, batches, max_batches=None):

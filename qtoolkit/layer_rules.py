@@ -66,7 +66,7 @@ class LayerRules:
     The first rule in this order applies: an exclusion, by name, by regular expression, by type, global, the backend default. A
     rule by name, regular expression or type for a module applies to all layers and ops in it. The nearest module comes first,
     and the layer or op itself comes before the modules around it. A module with several names takes the most exact of their
-    rules. The fields that a spec of a rule leaves out have the values of the backend's.
+    rules. Fields that a rule's spec leaves out have the backend's values.
     """
 
     backend: Backend
@@ -171,7 +171,7 @@ class LayerRules:
         """Return the rule for all names of a module, or for an op's name; ValueError if the names differ in rules.
 
         `object_type` is the module's float type, or the function or method, and `scope` the dotted name of the module whose
-        forward calls an op; None for a module, whose name has it.
+        forward calls an op; None for a module, whose name contains it.
         """
         without_range = [self.without_range[name] for name in names if name in self.without_range]
         if without_range:
@@ -199,7 +199,7 @@ class LayerRules:
     def completed(self, qconfig: QConfig | None) -> QConfig | None:
         """Return a config of the user's with the backend's values in the fields that its specs leave out.
 
-        Raises ValueError for what is written and does not fit them.
+        Raises ValueError for written fields that do not fit them.
         """
         if qconfig is None:
             return None

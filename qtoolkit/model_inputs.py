@@ -1,4 +1,4 @@
-"""What models take and return: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
+"""The inputs and outputs of models: arguments of forward, batches, and tensors alone or in tuples, lists and dicts."""
 
 import inspect
 import os
@@ -74,7 +74,7 @@ def naming_misfits(model: nn.Module, inputs: object, what: str) -> Iterator[None
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Return whether code of this package raised an error: it says itself what is wrong."""
+    """Return whether this package raised an error: it says itself what is wrong."""
     return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OWN_FOLDER)
 
 
@@ -94,7 +94,7 @@ def _misfit(model: nn.Module, inputs: object, in_lookup: bool) -> str | None:
 
 
 def _wrong_shape(model: nn.Module, inputs: object, error: Exception) -> str | None:
-    """Return what is said of inputs whose shapes a layer of the model, or an op, does not take; None for any other error."""
+    """Return the words for inputs whose shapes a layer of the model, or an op, does not take; None for any other error."""
     if type(error) not in (RuntimeError, ValueError) or not OF_SHAPES.search(str(error)):
         return None
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
@@ -193,7 +193,7 @@ def _mistaken(given: object) -> str | None:
     """Return what is wrong where a shape or a data loader is passed as inputs, and the remedy; None for anything else."""
     if isinstance(given, DataLoader | Dataset):
         item = "next(iter(loader))" if isinstance(given, DataLoader) else "dataset[0]"
-        return f"got {with_article(type(given))}; pass what the model takes of one batch, as of {item}"
+        return f"got {with_article(type(given))}; pass the model's inputs from one batch, as from {item}"
     if not isinstance(given, tuple | list):
         return None
     if isinstance(given, torch.Size) or (len(given) > 1 and all(type(size) is int for size in given)):

@@ -56,8 +56,8 @@ def deepcopy_model(model: M, memo: dict[int, object] | None = None, what: str = 
 def _copy_attributes_of_parameters(model: nn.Module, memo: dict[int, object]) -> None:
     """Give the copies of parameters the attributes that the parameters have: Parameter.__deepcopy__ drops them.
 
-    Training scripts tell by them how a parameter is trained (`weight._no_weight_decay = True`). Those of torch.compile are of
-    the code that it compiled for the model.
+    Training scripts tell by them how a parameter is trained (`weight._no_weight_decay = True`). Attributes that
+    torch.compile sets are left out.
     """
     for parameter in model.parameters():
         own = {name: value for name, value in vars(parameter).items() if not name.startswith("_dynamo_")}
@@ -93,7 +93,7 @@ def is_foreign(module: str) -> bool:
 
 
 def contents_of(value: object) -> dict[Any, Any] | None:
-    """Return what is in a container, or the attributes of an object of a user's class; None of any other value.
+    """Return what is in a container, or the attributes of an object of a user's class; None for any other value.
 
     The keys are the container's own, places in it, or in a set the identities of its items.
     """
@@ -113,7 +113,7 @@ def contents_of(value: object) -> dict[Any, Any] | None:
 
 
 def parts_of(value: object) -> Iterator[object]:
-    """Yield what is in nested containers and objects, which may contain themselves; another value is its own part."""
+    """Yield the contents of nested containers and objects, which may contain themselves; another value is its own part."""
     waiting, known = [value], set[int]()
     while waiting:
         part = waiting.pop()
@@ -129,8 +129,8 @@ def parts_of(value: object) -> Iterator[object]:
 def unchanged_on_error(model: nn.Module, parameters: bool = False) -> Iterator[None]:
     """Restore a model if the block raises: its submodules, their types, modes and attributes, and the values of buffers.
 
-    With `parameters` those too: they are copied before the block, for quantizers, not for whole models. The dicts of its
-    modules stay the same objects, so that handles of hooks remain valid.
+    With `parameters` it restores these too, from a copy made before the block: for quantizers, not for whole models.
+    The dicts of its modules stay the same objects, so that handles of hooks remain valid.
     """
     states = [(module, type(module), dict(vars(module)), _contents(vars(module))) for module in model.modules()]
     tensors = [*model.buffers(), *(model.parameters() if parameters else ())]
@@ -177,7 +177,7 @@ def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _values_of(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Copy the values of tensors, and return what restores them."""
+    """Copy the values of tensors, and return a function that restores them."""
     values = [_elements(tensor).detach().clone() for tensor in tensors]
 
     @torch.no_grad()

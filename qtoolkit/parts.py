@@ -39,20 +39,20 @@ def prepare_parts(
 
     Each part is prepared with the inputs that it gets when the model runs on the example inputs, and takes the place of the
     submodule; the model's Python around the parts stays as it is. Detectors of torchvision are quantized so: backbone, feature
-    pyramid and heads are graphs, and what chooses anchors and boxes is Python. `qtoolkit.calibrate`, training and
+    pyramid and heads are graphs, and anchors and boxes are chosen in Python. `qtoolkit.calibrate`, training and
     `qtoolkit.convert` take the result. `qtoolkit.export_onnx` takes a converted part: `converted.backbone`.
 
     Args:
         model: The float model. It is copied, unless `inplace`.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one input. The model runs on them in eval mode.
-        parts: Dotted names of the submodules that are prepared, without those inside of others. None: the outermost that
+        parts: Dotted names of the submodules that are prepared, without submodules of others. None: the outermost that
             trace, have at least two layers, and are called once in that run.
         backend: The target, which must be given, as in `prepare`.
         qconfig_mapping: As in `prepare`, by names in the whole model. Rules for functions by the names of their nodes have no
             effect.
         inplace: Change the model itself. If the call fails, the model is unchanged.
-        exclude: What stays in float, as in `prepare`.
-        other: None: what other tools call an argument raises an error that says what to write.
+        exclude: The layers that stay in float, as in `prepare`.
+        other: Must be empty. An argument name of another tool raises TypeError, which says what to write.
 
     Returns:
         The model, or its copy.
@@ -103,7 +103,7 @@ Calls = dict[str, object]  # the inputs of the submodules that are called once, 
 
 
 def _calls(model: nn.Module, example_inputs: object) -> Calls:
-    """Run a model, and return what its submodules get."""
+    """Run a model, and return the inputs of its submodules."""
     found: dict[str, list[object]] = {}
     names = {module: name for name, module in model.named_modules() if name}
 
@@ -161,7 +161,7 @@ def _prepared(
 
 
 def _attributes_of(part: nn.Module) -> list[str]:
-    """Return what the model's Python may read of a part besides its forward, such as a method for the loss of a head."""
+    """Return the attributes of a part that the model may read besides its forward, such as a method for the loss of a head."""
     own_classes = [kind for kind in type(part).__mro__ if not _is_of_torch(kind)]
     names = sorted({name for kind in own_classes for name in vars(kind)}.difference(dir(nn.Module)))
     found = [name for name in names if name[0] != "_" and inspect.ismethod(getattr(part, name))]

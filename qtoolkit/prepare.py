@@ -63,25 +63,25 @@ def prepare(
     In training mode (QAT) batch norms are trained, and folded by `convert`. In eval mode (PTQ) they are folded at once.
     Parameters keep their names. Call `qtoolkit.calibrate` next.
 
-    Where Python branches on `self.training`, the graph has both branches, and the mode chooses, in either mode of `prepare`.
+    If the model branches on `self.training`, the graph has both branches, and the model's mode selects one.
 
     Args:
         model: The float model. It is copied, unless `inplace`.
-        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With example inputs, Python that branches
-            on sizes can be traced (each run then checks that its inputs take the same branches), arguments that they do not
-            give are fixed at their defaults (`*args` and `**kwargs` at nothing), and the model and its graph are run on them
-            in eval mode and in the model's own, the prepared model in eval mode with quantizers off: a model that does not
-            run, or whose graph computes something else, fails here.
+        example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor. With them, Python that branches
+            on sizes can be traced (each run then checks that its inputs take the same branches). Arguments that they do
+            not give are fixed at their defaults (`*args` and `**kwargs` are empty). The model and its graph are run on
+            them in eval mode and in the model's own mode, the prepared model in eval mode with quantizers off: a model
+            that does not run, or whose graph computes something else, raises an error.
         backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend.
         qconfig_mapping: Which layers and ops get which config. Those without a rule get the backend's default.
         leaf_modules: Types of submodules that are not traced. The layers in them are quantized by module replacement, each
             with a quantizer of its input; batch norms in them do not change.
-        untraced: Dotted names of submodules that are not traced, as `leaf_modules`. They are quantized too: what stays in float
-            is named in `exclude`.
+        untraced: Dotted names of submodules that are not traced, as `leaf_modules`. They are quantized too: layers that
+            stay in float are named in `exclude`.
         concrete_args: Values of forward's arguments that are fixed at tracing.
-        preserve_attributes: Dotted names of attributes and methods of the model, or of a submodule ("layer1.stride"), that the
-            result, its copies and the converted model keep. What timm's optimizers and transforms ask a model for is kept
-            anyway: `no_weight_decay`, `group_matcher` and `pretrained_cfg`.
+        preserve_attributes: Dotted names of attributes and methods of the model, or of a submodule ("layer1.stride"),
+            that the result, its copies and the converted model keep. Attributes that timm's optimizers and transforms
+            read are kept anyway: `no_weight_decay`, `group_matcher` and `pretrained_cfg`.
         qat_modules: Float type -> QAT type, in addition to qtoolkit's own. Modules of the float type are leaf modules. A QAT
             type has a class method `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
         fuse_patterns: (module type or function, ...) -> fuser. Each chain of such ops, in which no other op takes the output
@@ -90,14 +90,15 @@ def prepare(
         inplace: Change the model itself, which must not be used afterwards. If prepare fails, the model is unchanged.
         training_arithmetic: How layers compute in training: "auto", "float" or "integer"; see
             `qtoolkit.nn.set_training_arithmetic`.
-        save: What layers keep of their inputs for backward: "codes" or "float"; see there.
-        exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, module
-            types and functions, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
-        capture: What turns the model's Python into a graph. "trace": torch.fx, which keeps blocks, modes and sizes as they are.
-            "export": torch.export, which follows more Python. Blocks cannot be called on their own then, and sizes are those
-            of the example inputs, but for a batch of two or more. `untraced` and `concrete_args` have no effect there, and
+        save: What layers keep of their inputs for backward: `"codes"` or `"float"`, as there.
+        exclude: The layers that stay in float, with all that is in them: dotted names, regular expressions for whole
+            dotted names, module types and functions, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not
+            change it.
+        capture: How the model's Python becomes a graph. "trace": torch.fx, which keeps blocks, modes and sizes as
+            they are. "export": torch.export, which follows more Python. Then blocks cannot be called on their own, and
+            all sizes but a batch size of two or more are fixed by the example inputs. `untraced` and `concrete_args`
             raise an error.
-        other: None: what other tools call an argument raises an error that says what to write.
+        other: Must be empty. An argument name of another tool raises TypeError, which says what to write.
 
     Returns:
         A GraphModule with QAT layers, and activation quantizers named `activation_quantizers.<node>`.
@@ -165,7 +166,7 @@ def prepare(
 
 
 def _values_of(model: nn.Module) -> dict[str, object]:
-    """Return the plain values of a model that its graph has as they are now, and the prepared model no attribute for."""
+    """Return the plain values of a model that its graph has as constants, and the prepared model not as attributes."""
     own = names_of_own()
     return {name: value for name, value in plain_attributes(model).items() if name not in own}
 
@@ -227,7 +228,7 @@ def _check_model(model: nn.Module, mapping: QConfigMapping | None) -> None:
     check_module(model, "prepare")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "prepare: torch.inference_mode is entered around this call, in which no model can be trained; call prepare outside."
+            "prepare: this call is inside torch.inference_mode, in which no model can be trained; call prepare outside of it."
         )
     if isinstance(model, QuantizedGraphModule):
         raise ValueError("prepare: this model is prepared already; prepare the float model.")
@@ -242,7 +243,7 @@ def _check_example_inputs(example_inputs: object) -> None:
     if isinstance(example_inputs, str | Backend | QConfigMapping):
         names = "backend=..., qconfig_mapping=..." if isinstance(example_inputs, QConfigMapping) else "backend=..."
         raise TypeError(
-            f"prepare: example_inputs must be what the model takes, got {with_article(type(example_inputs))}; write "
+            f"prepare: example_inputs must be the model's inputs, got {with_article(type(example_inputs))}; write "
             f"prepare(model, example_inputs, {names})."
         )
 

@@ -1,4 +1,4 @@
-"""The processes of torch.distributed: how many there are, errors that all of them raise, tensors that are divided over them."""
+"""The processes of torch.distributed: how many there are, errors that all of them raise, tensors that are sharded over them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
     Importing its class takes a second, which most users do not need to spend.
 
-    Inside a forward, and so in compiled code, fully_shard has gathered the parameters.
+    Inside a forward, and so when it is compiled, fully_shard has gathered the parameters.
     """
     return hasattr(tensor, "to_local") and not running().compiled
 

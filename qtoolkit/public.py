@@ -6,7 +6,7 @@ from types import FunctionType
 def publish(package: str, *exports: object) -> None:
     """Set the module of classes and functions to the public package whose `__init__` exports them.
 
-    Pickles, and the code that torch.fx generates, name each class and function by its module and its name. `inspect.getsource`
+    Pickles, and what torch.fx generates, name each class and function by its module and its name. `inspect.getsource`
     then finds the source of methods and functions, but not of a class.
     """
     for export in exports:

@@ -73,7 +73,7 @@ def replace(
 
     The model's Python stays as it is, with its control flow. Call `qtoolkit.calibrate` next. `qtoolkit.convert` and
     `qtoolkit.export_onnx` take the result, and `qtoolkit.quantization_report` lists the status of each layer with the reason.
-    A second call skips layers that are quantized already, and warns of those for which its rules give another config.
+    A second call skips layers that are quantized already, and warns of layers for which its rules give another config.
 
     Each layer stays the same object with the same parameters: shared layers stay shared, and references to a layer and
     handles of its hooks remain valid. (A bound method taken from a layer before, `f = layer.forward`, still computes in
@@ -83,31 +83,31 @@ def replace(
 
     Without a mapping, the layers that the backend computes in integers are quantized: with "tensorrt" the convolutions, linear
     layers, average pools, attention and recurrent layers, and `qtoolkit.nn`'s Add, MatMul and Cat. Rules that need a graph
-    apply only in `qtoolkit.prepare`: quantized outputs, unsigned codes after a ReLU, more bits in first and last layers.
+    apply only in `qtoolkit.prepare`: quantized outputs, unsigned activations after a ReLU, more bits in first and last layers.
 
     Args:
         model: The float model. It is copied, unless `inplace`.
         qconfig_mapping: Which layers get which config. A rule for a module around a layer applies to the layer too: see
             `QConfigMapping`. Layers without a rule get the backend's default. Rules for functions have no effect here and
             raise a warning.
-        ignore: The same as `exclude` in its earlier form: a dotted name or a pattern of `fnmatch` ("decoder.*"), a list of
-            these, or a callable that is called with each name and module.
+        ignore: As `exclude`, in another form: a dotted name or a pattern of `fnmatch` ("decoder.*"), a list of these,
+            or a callable that is called with each name and module.
         inplace: Change the model itself. If the call fails, the model is unchanged.
-        exclude: What stays in float, with all that is in it: dotted names, regular expressions for whole dotted names, and
-            module types, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
+        exclude: The layers that stay in float, with all that is in them: dotted names, regular expressions for whole
+            dotted names, and module types, one or several (`QConfigMapping.exclude`). `qconfig_mapping` does not change it.
         custom: Float type -> QAT type, in addition to `qtoolkit.nn.REPLACED_MODULES`. A QAT type has a class method
             `from_float(module, weight, name, activation)`, as `qtoolkit.nn.QuantModule`.
-        backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend. It gives the default config
-            and the kinds of layers that are quantized. For the float32 scales of pytorch-quantization's scripts, pass
-            "tensorrt10": those of "tensorrt", which is TensorRT 11, are float16 numbers.
+        backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend. It gives the default
+            config and the kinds of layers that are quantized. "tensorrt10" has float32 scales, as
+            pytorch-quantization's scripts expect; "tensorrt", which is TensorRT 11, has float16 scales.
         quantize: "inputs": layers quantize their inputs. "outputs": layers quantize their outputs, by a forward hook that runs
             before all others; a layer with several outputs quantizes the first. A chain of `qtoolkit.fuse_modules` quantizes
             the output of its last module. QuantStub and FloatFunctional quantize their outputs too, as in torch.ao's eager
             mode.
         training_arithmetic: How layers compute in training: "auto", "float" or "integer"; see
             `qtoolkit.nn.set_training_arithmetic`.
-        save: What layers keep of their inputs for backward: "codes" or "float"; see there.
-        other: None: what other tools call an argument raises an error that says what to write.
+        save: What layers keep of their inputs for backward: `"codes"` or `"float"`, as there.
+        other: Must be empty. An argument name of another tool raises TypeError, which says what to write.
 
     Returns:
         The model, or its copy, with QAT layers.
@@ -201,7 +201,7 @@ def initialize(
         custom: Float type -> QAT type, as `replace` takes it.
         exclude: Types that stay in float.
         backend: As `replace` takes it.
-        other: None: what other tools call an argument raises an error that says what to write.
+        other: Must be empty. An argument name of another tool raises TypeError, which says what to write.
 
     Returns:
         The context manager.

@@ -33,17 +33,17 @@ from qtoolkit.runtimes.table import EXECUTES, RUNTIMES, ExecutingRuntime
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """What `quantize` returns. It prints as a summary; its parts print in full.
+    """The result of `quantize`. It prints as a summary; its parts print in full.
 
     Attributes:
-        prepared: The calibrated model, in eval mode: what `prepare`, or `quant_modules.replace`, returned.
+        prepared: The calibrated model, in eval mode: the result of `prepare`, or of `quant_modules.replace`.
         converted: Its reference form, which the file was written from.
         report: How each op is quantized, or why it is in float.
         calibration: The range of each quantizer.
-        export: The file, and the comparison of its codes layer by layer.
-        verification: The comparison of all codes end to end, in the runtime of the backend; of files in float16, in
-            onnxruntime. None where there is none.
-        notes: Sentences on what was done differently from most models, and on what was left out.
+        export: The file, and the layer-by-layer comparison of its quantized values.
+        verification: The end-to-end comparison of all quantized values, in the runtime of the backend (for float16
+            files, in onnxruntime). None where there is none.
+        notes: Sentences on steps that differ from the usual ones, and on steps that were left out.
     """
 
     prepared: nn.Module
@@ -56,7 +56,7 @@ class QuantizeResult:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What the comparison end to end found; None without one."""
+        """What the end-to-end comparison found; None without one."""
         if self.verification is None:
             return None
         (codes,) = self.verification.runtimes.values()
@@ -93,7 +93,7 @@ def quantize(
     """Quantize a float model without training, and write it as an ONNX file: all steps in one call.
 
     The steps are `prepare`, `calibrate`, `convert`, `export_onnx` and, where the runtime of the backend is installed or the
-    file is in float16, `qtoolkit.export.verify`. Call them yourself for what has no argument here, and to train between them.
+    file is in float16, `qtoolkit.export.verify`. Call them yourself for other options, and to train between them.
 
     The model is quantized as it computes in eval mode, whichever mode it is in, and is not changed. A submodule that cannot be
     traced becomes a leaf module. If the model's own forward cannot be traced, its layers are replaced, as
@@ -103,11 +103,11 @@ def quantize(
 
     Args:
         model: The float model.
-        batches: Any iterable of batches, as `calibrate` takes it: a few hundred samples like those that the file will get. The
-            first batch gives the shapes, and is what the codes are compared on.
+        batches: Any iterable of batches, as `calibrate` takes it: a few hundred samples like the inputs in deployment. The
+            first batch gives the shapes, and quantized values are compared on it.
         backend: The target, which must be given: a name from `qtoolkit.backends`, or a Backend.
         path: The file to write.
-        exclude: What stays in float: names, regular expressions, types, as `prepare` takes it.
+        exclude: The layers that stay in float: names, regular expressions, types, as `prepare` takes it.
         qconfig_mapping: Which layers and ops get which config, as `prepare` takes it.
         forward: forward(model, batch), for batches of another form, as `calibrate` takes it.
         max_batches: The number of batches to run; None runs all.
@@ -115,14 +115,14 @@ def quantize(
         exporter: As `export_onnx` takes it: "torchscript" for a forward that branches on values.
         dynamic_batch: Make dimension 0 of all inputs dynamic. False fixes the size of the first batch.
         progress: Show progress bars.
-        other: None: what other tools call an argument raises an error that says what to write.
+        other: Must be empty. An argument name of another tool raises TypeError, which says what to write.
 
     Returns:
         The models, the reports, the file and the verdict; print it.
 
     Warns:
-        UserWarning: The model, or a part of it, cannot be traced; or the runtime's codes are not the model's, and why. The
-            steps have warnings of their own.
+        UserWarning: The model, or a part of it, cannot be traced; or the runtime's quantized values differ from the
+            model's, and why. The steps have warnings of their own.
 
     Raises:
         TypeError: `backend` is left out, an argument is of a wrong type, or the batches do not match the signature of the
@@ -173,7 +173,7 @@ def quantize(
 
 
 def _check_path(path: object) -> None:
-    """Raise an error for what no file can be written to, before anything runs."""
+    """Raise an error for a path that no file can be written to, before anything runs."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"quantize: path must be the name of the file to write, got {path!r}.")
     if Path(path).is_dir():
@@ -184,7 +184,7 @@ def _check_path(path: object) -> None:
 def _first_inputs(
     model: nn.Module, batches: Iterable[Any], call: Callable[[nn.Module, Any], object]
 ) -> tuple[object, Iterable[object]]:
-    """Return what the model takes of the first batch, as example inputs, and all batches."""
+    """Return the model's inputs from the first batch, as example inputs, and all batches."""
     iterator = iter(batches)
     try:
         first = next(iterator)
@@ -197,7 +197,7 @@ def _first_inputs(
 def _prepared(
     model: nn.Module, inputs: object, backend: Backend, mapping: QConfigMapping | None, notes: list[str]
 ) -> nn.Module:
-    """Prepare a model; what cannot be traced becomes a leaf module, or has its layers replaced, with a warning and a note."""
+    """Prepare a model; a submodule that cannot be traced becomes a leaf module, or its layers are replaced, with a warning."""
     untraced: list[str] = []
     while True:
         try:
@@ -227,11 +227,11 @@ def _note(notes: list[str], note: str, reason: str = "") -> None:
 def _verified(
     prepared: nn.Module, backend: Backend, export: ExportResult, inputs: object, progress: bool, notes: list[str]
 ) -> DeployedVerification | None:
-    """Compare all codes end to end in the runtime of a backend; where that cannot be done, a note says why."""
+    """Compare all quantized values end to end in the runtime of a backend; where that cannot be done, a note says why."""
     try:
         integer, runtime = _reference(prepared, backend)
     except (ValueError, ImportError) as error:
-        notes.append(f"Codes were compared layer by layer, not end to end: {error}")
+        notes.append(f"Quantized values were compared layer by layer, not end to end: {error}")
         return None
     found = None
     try:
@@ -239,14 +239,14 @@ def _verified(
         found.check()
     except Exception as error:  # runtimes' errors have no base class of their own
         note = (
-            f"{str(export.path)!r} has the codes of the model layer by layer, but not end to end in {runtime}: {error}"
+            f"{str(export.path)!r} computes the model's values layer by layer, but not end to end in {runtime}: {error}"
         )
         _note(notes, note)
     return found
 
 
 def _reference(prepared: nn.Module, backend: Backend) -> tuple[nn.Module, ExecutingRuntime]:
-    """Return the model that computes on codes as the runtime of a backend does, and the runtime.
+    """Return the model that computes in integers as the runtime of a backend does, and the runtime.
 
     A file in float16 computes in float wherever it runs here: onnxruntime stands for its target's runtime. Raises ValueError
     where none of the backend's takes ONNX files, ImportError where it is not installed.

@@ -1,7 +1,7 @@
-"""What runs a forward: torch as it is called, a recomputation, a transform, a compiler or an exporter. This file asks torch.
+"""The present run of a forward: torch as it is called, a recomputation, a transform, a compiler or an exporter.
 
-`running` is asked where a call enters: the forward of a prepared model, a module, an op or a hook. What is called from there
-takes the answer as its argument `run`. Where torch stands between, as the call of a module does, the module asks again.
+Call `running` where a call enters: in the forward of a prepared model, a module, an op or a hook. Functions that are
+called from there take the answer as their argument `run`. Where torch calls a module in between, the module asks again.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class Run(Enum):
     """What runs a forward. Of several, the first below: a transform that recomputes counts as a transform.
 
     Attributes:
-        compiled: Whether torch.compile or torch.export traces the Python code, which must not read versions of tensors, or
+        compiled: Whether torch.compile or torch.export traces Python, which must not read versions of tensors, or
             remember anything.
-        recorded: Whether an exporter or torch.jit records the ops, which then are the float simulation's.
+        recorded: Whether an exporter or torch.jit records the ops, which are then the ops of the float simulation.
         exported: Whether torch.export records them, on which torch.onnx.export is built.
         for_onnx: Whether torch.onnx.export records them.
         transformed: Whether transforms of torch.func or forward-mode AD run, which store nothing.

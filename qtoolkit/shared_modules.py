@@ -24,7 +24,7 @@ def first_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Return the first names of the modules that have each parameter, by its identity: several of one that is shared."""
+    """Return the first names of the modules that have each parameter, by its identity: several for a shared parameter."""
     owners: dict[int, list[str]] = {}
     for module, name in first_names(model).items():
         for parameter in module._parameters.values():
@@ -40,7 +40,7 @@ def replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None
 
 
 def outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules for which a function holds, but those inside of another one, each with its first name."""
+    """Yield the modules for which a function holds, except modules inside of another one, each with its first name."""
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module not in inside and is_one(module):

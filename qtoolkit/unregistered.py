@@ -10,7 +10,7 @@ T = TypeVar("T")
 class Unregistered(Generic[T]):
     """Holds a module, so that an attribute does not register it.
 
-    torch makes a module that is set as an attribute a submodule. One that the model has elsewhere would then have a second
+    torch makes a module that is set as an attribute a submodule. A module that the model has elsewhere would then have a second
     name, under which a state dict has its tensors again.
 
     Attributes:

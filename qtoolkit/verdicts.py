@@ -7,7 +7,7 @@ from qtoolkit.errors import with_article
 
 
 class Status(StrEnum):
-    """What becomes of an op or a layer."""
+    """The status of an op or a layer."""
 
     QUANTIZED = "quantized"
     FUSED = "fused"  # computed as one op with the op before it
@@ -16,7 +16,7 @@ class Status(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an op or a layer has its status, or does not compute on the codes of its inputs."""
+    """Why an op or a layer has its status, or does not compute in integers."""
 
     COMPUTED = "computed on quantized tensors"
     REPLACED = "replaced by a QAT layer, without a graph"
@@ -37,7 +37,7 @@ class Cause(StrEnum):
     NOT_CALLED = "not called by forward"
     NOT_AN_OP = "an input, an output or a constant"
     PUT_IN = "added after the model was quantized"
-    # why it does not compute on codes
+    # why it does not compute in integers
     AS_ASKED = "as asked"
     NO_KERNEL = "no kernel for it"
     INPUT_CODES = "how its inputs are quantized"
@@ -48,7 +48,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a layer or an op does not compute on codes, or in one op: the cause, and the part of a sentence that says it."""
+    """Why a layer or an op does not compute in integers, or is not fused: the cause, and the words for it."""
 
     cause: Cause
     text: str
@@ -80,13 +80,13 @@ class Verdict:
 
     @classmethod
     def put_in(cls, kind: str) -> "Verdict":
-        """Return the verdict on an op or a layer of this type that replaces the one of the plan and has no quantizer."""
+        """Return the verdict on an op or a layer of this type that replaces the plan's and has no quantizer."""
         return cls.left_float(Cause.PUT_IN, f"{with_article(kind)} that was added after the model was quantized")
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The answer of a function that finds nothing to return: why, a part of a sentence."""
+    """Why a function returns nothing: a part of a sentence."""
 
     why: str
 

@@ -41,7 +41,7 @@ def wrapper_of(module: nn.Module) -> str | None:
 
 
 def unwrapped(model: M) -> M:
-    """Return the model in any number of wrappers: what is called, and what has the names of a state dict.
+    """Return the model in any number of wrappers: the module to call, and the module with the names of a state dict.
 
     Example:
         >>> layer = nn.ReLU()

@@ -14,13 +14,21 @@ PATTERNS = {
     "a pronoun for a noun": r"\b(?:that|those|the ones?) of\b",
     "'behind' for 'after'": r"\bbehind\b",
     "'codes' for quantized values": r"\bcodes?\b",
-    "a noun clause as the subject": r"(?:^|[.;:] )What(?:ever)? (?!to )[^.?|,]{3,60}? (?:is|are|has|have|was|were|gets?|takes?) (?![^.]*[?])",
+    "a noun clause as the subject": (
+        r"(?:^|[.;:] )What(?:ever)? (?!to )[^.?|,]{3,60}? (?:is|are|has|have|was|were|gets?|takes?) (?![^.]*[?])"
+    ),
     "an inversion": r"\b(?:which|that) the \w+ has not\b|\bso does\b|\bso do\b|\bneither does\b",
     "history in a guide": r"\b(?:since then|formerly|used to be|no longer|until now|so far)\b",
-    "a rare word": r"\b(?:roads?|takes? no offence|of one's own|hence|thereby|whereby|wherein|thereof|save for|but for|is a matter of)\b",
+    "a rare word": (
+        r"\b(?:roads?|takes? no offence|of one's own|hence|thereby|whereby|wherein|thereof|save for|but for"
+        r"|is a matter of)\b"
+    ),
     "'whose' of a thing, twice": r"\bwhose\b[^.]*\bwhose\b",
 }
-WORDS = {name: re.compile(pattern, re.IGNORECASE if name != "a noun clause as the subject" else 0) for name, pattern in PATTERNS.items()}
+WORDS = {
+    name: re.compile(pattern, re.IGNORECASE if name != "a noun clause as the subject" else 0)
+    for name, pattern in PATTERNS.items()
+}
 
 
 def _prose_of_markdown(text: str) -> Iterator[tuple[int, str]]:
@@ -51,7 +59,14 @@ def _prose_of_c(text: str) -> Iterator[tuple[int, str]]:
                     yield number, string
 
 
-READERS = {".md": _prose_of_markdown, ".py": _prose_of_python, ".cpp": _prose_of_c, ".h": _prose_of_c, ".cu": _prose_of_c, ".cuh": _prose_of_c}
+READERS = {
+    ".md": _prose_of_markdown,
+    ".py": _prose_of_python,
+    ".cpp": _prose_of_c,
+    ".h": _prose_of_c,
+    ".cu": _prose_of_c,
+    ".cuh": _prose_of_c,
+}
 
 
 def phrases(paths: list[Path]) -> Iterator[tuple[Path, int, str, str]]:

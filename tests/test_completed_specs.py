@@ -188,7 +188,7 @@ def test_a_state_dict_of_other_signs_names_the_fields_to_write() -> None:
     named = "has signed=True, symmetric=True, in the model signed=False, symmetric=False; prepare the model"
     with pytest.raises(ValueError, match=named) as error:
         model.load_state_dict(saved.state_dict())
-    assert "with what the state dict has written in the QuantSpec of its rule" in str(error.value)
+    assert "with the fields from the state dict in the QuantSpec of its rule" in str(error.value)
 
 
 def test_the_search_for_mixed_precision_completes_its_choices() -> None:

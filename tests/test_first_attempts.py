@@ -217,7 +217,7 @@ def test_a_model_that_needs_example_inputs_says_so() -> None:
     ids=["name", "backend", "mapping"],
 )
 def test_an_argument_in_the_place_of_the_example_inputs(second: object, words: str) -> None:
-    with pytest.raises(TypeError, match=rf"^prepare: example_inputs must be what the model takes, {words}"):
+    with pytest.raises(TypeError, match=rf"^prepare: example_inputs must be the model's inputs, {words}"):
         qt.prepare(Net(), second, IMAGES)
 
 
@@ -792,9 +792,9 @@ def test_runtimes_that_are_not_executed(name: str, tmp_path: Path) -> None:
     [
         (
             DataLoader(TensorDataset(IMAGES, LABELS)),
-            r"got a DataLoader; pass what the model takes of one batch, as of next\(",
+            r"got a DataLoader; pass the model's inputs from one batch, as from next\(",
         ),
-        (TensorDataset(IMAGES), r"got a TensorDataset; pass what the model takes of one batch, as of dataset\[0\]"),
+        (TensorDataset(IMAGES), r"got a TensorDataset; pass the model's inputs from one batch, as from dataset\[0\]"),
         ((1, 3, 8, 8), r"got the shape \(1, 3, 8, 8\); pass a tensor of it, such as torch.randn\(1, 3, 8, 8\)"),
         ([1, 3, 8, 8], r"got the shape \(1, 3, 8, 8\); pass a tensor of it"),
         (IMAGES.shape, r"got the shape \(8, 3, 8, 8\); pass a tensor of it"),

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -18,6 +19,7 @@ import torch
 
 import qtoolkit
 from qtoolkit import running
+from tests.plain_english import WORDS, phrases
 
 HOME = Path(qtoolkit.__file__).parent
 FILES = {
@@ -230,3 +232,29 @@ def test_the_package_does_not_grow_unseen() -> None:
     print(f"{lines} lines of code, {anys} times Any")
     assert lines <= MOST_LINES
     assert anys <= MOST_ANYS
+
+
+# ---- what it says
+
+
+MOST_PHRASES = {  # phrases to read twice (tests/plain_english.py): in README.md and docs, and in qtoolkit and csrc
+    "a pronoun for a noun": (34, 39),
+    "'behind' for 'after'": (95, 76),
+    "'codes' for quantized values": (421, 453),
+    "a noun clause as the subject": (17, 17),
+    "an inversion": (9, 2),
+    "history in a guide": (8, 17),
+    "a rare word": (8, 4),
+    "'whose' of a thing, twice": (1, 1),
+}
+
+
+def test_pages_and_messages_are_in_plain_english() -> None:
+    root = HOME.parent
+    assert MOST_PHRASES.keys() == WORDS.keys()
+    for i, parts in enumerate((("README.md", "docs"), ("qtoolkit", "csrc"))):
+        found = list(phrases([root / part for part in parts]))
+        counts = Counter(kind for _, _, kind, _ in found)
+        more = {kind for kind, most in MOST_PHRASES.items() if counts[kind] > most[i]}
+        places = "\n".join(f"{path}:{line}: {kind}: {text}" for path, line, kind, text in found if kind in more)
+        assert not more, f"{ {kind: counts[kind] for kind in more} } in {parts}:\n{places}"

@@ -32,7 +32,7 @@ ZERO_POINT = "its weight has a zero point"
     ("backend", "mapping", "lost"),
     [
         ("onnxruntime", everywhere(AFFINE_WEIGHT), ("2 of 2 conv", ZERO_POINT, "1 of 1 linear", ZERO_POINT)),
-        ("onnxruntime", everywhere(SIGNED), ("2 of 2 conv", "clips at other values than the codes of its output")),
+        ("onnxruntime", everywhere(SIGNED), ("2 of 2 conv", "clips at other values than the range of its output")),
         ("onnxruntime", everywhere(WIDE), ("2 of 2 conv", "its inputs are not quantized to integers of", "1 of 1")),
         (
             "onnxruntime",

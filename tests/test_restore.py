@@ -86,9 +86,7 @@ def test_what_does_not_fit_is_an_error() -> None:
     model = quantized("graph", "default", True, seed=1)
     with pytest.raises(TypeError, match="state_dict must be a mapping of names to tensors, got str"):
         qt.convert(model, state_dict="converted.pt")
-    with pytest.raises(
-        RuntimeError, match=r"state_dict has no entry '.*\.scale'; it must be that of a model converted"
-    ):
+    with pytest.raises(RuntimeError, match=r"state_dict has no entry '.*\.scale'; it must come from a model converted"):
         qt.convert(model, state_dict=model.state_dict())
     state = trained.state_dict()
     with pytest.raises(RuntimeError, match='Missing key.*"conv.bias"'):

@@ -117,7 +117,7 @@ Tensor kept(const IValue& value, bool copied) {
 bool is_given(const IValue& value) { return value.isBool() ? value.toBool() : value.isTensor(); }
 
 // A call that is recorded. `edges` are the places in `differentiable` of the tensors that were given, `others` the
-// results behind the first one.
+// results after the first one.
 struct Recorded {
   const c10::OperatorHandle& op;
   Stack* stack;
@@ -210,7 +210,7 @@ void recorded(const c10::OperatorHandle& op, Stack* stack) {
     const IValue& value = given[plan<kSpec>().constant[i]];
     TORCH_CHECK_NOT_IMPLEMENTED(
         !value.isTensor() || !is_differentiated(kSpec.op, value.toTensor()), kSpec.op, ": ", kSpec.constant[i],
-        " must not require grad, since the gradient of the input is that of x; pass ", kSpec.constant[i], ".detach().");
+        " must not require grad, since the gradient of the input goes to x; pass ", kSpec.constant[i], ".detach().");
   }
   variable_list inputs;
   std::vector<IValue> others;

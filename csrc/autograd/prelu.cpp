@@ -1,4 +1,4 @@
-// Autograd of PReLU with a quantizer behind it: saves the input; backward recomputes the rest.
+// Autograd of PReLU with a quantizer after it: saves the input; backward recomputes the rest.
 #include "autograd.h"
 
 namespace qtoolkit {

@@ -96,7 +96,7 @@ void recorded_unit(const c10::OperatorHandle& op, Stack* stack) {
     if (!t.defined()) return;
     const bool differentiated = is_differentiated(U::kOp, t);
     TORCH_CHECK_NOT_IMPLEMENTED(role.gradient != Gradient::none || !differentiated, U::kOp, ": ", name,
-                                " must not require grad, since the gradient of the input is that of x; pass ", name,
+                                " must not require grad, since the gradient of the input goes to x; pass ", name,
                                 ".detach().");
     if (role.gradient == Gradient::none) return;
     any |= differentiated;

@@ -178,7 +178,7 @@ BatchNormResult batch_norm_fake_quant(const Tensor& x, const BatchNorm& norm, bo
   check(kOp, x, norm, totals.has_value());
   check_totals(kOp, totals, x.sym_size(1), x, norm.process_group.has_value());
   TORCH_CHECK_VALUE(norm.residual.has_value() || !norm.residual_codes.has_value(), kOp,
-                    ": residual_codes require residual, got None, since the gradient is that of the residual; pass "
+                    ": residual_codes require residual, got None, since the gradient goes to the residual; pass "
                     "both, or neither.");
   const bool packed = packs_codes && fit_4_bits(norm.qmin, norm.qmax);
   const Tensor y = empty_result(x, x.options(), 1);

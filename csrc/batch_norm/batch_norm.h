@@ -1,4 +1,4 @@
-// Batch norm in training, with what is fused behind it: the arithmetic of an element (V is a scalar or a vector), of a
+// Batch norm in training, with what is fused after it: the arithmetic of an element (V is a scalar or a vector), of a
 // channel's statistics and of its gradients.
 #pragma once
 

@@ -51,7 +51,7 @@ inline void check_residual(const char* op, const OptionalTensor& residual, const
   check_same_shape(op, "residual_codes", *codes, x);
   TORCH_CHECK_TYPE(codes->scalar_type() == at::kChar || codes->scalar_type() == at::kByte, op,
                    ": residual_codes must be int8 or uint8, got ", codes->scalar_type(),
-                   "; pass the codes of quantize(), or the residual alone.");
+                   "; pass the result of quantize(), or the residual alone.");
 }
 
 inline void check_activation(const char* op, double eps, double low, double high) {
@@ -67,9 +67,8 @@ inline void check_norm_input(const char* op, const at::Tensor& x, bool with_tota
   if (with_totals) return;
   c10::SymInt values = x.sym_size(0);
   for (int64_t d = 2; d < x.dim(); ++d) values = values * x.sym_size(d);
-  TORCH_CHECK_VALUE(values > 1, op,
-                    ": x must have more than 1 value for each channel, since the variance is theirs, got ", values,
-                    " (shape ", x.sym_sizes(), "); use larger batches, or put the batch norm in eval mode.");
+  TORCH_CHECK_VALUE(values > 1, op, ": x must have more than 1 value for each channel, to compute a variance, got ",
+                    values, " (shape ", x.sym_sizes(), "); use larger batches, or put the batch norm in eval mode.");
 }
 
 // What batch_norm_totals returned for x, whose channels are `channels`.

@@ -108,7 +108,7 @@ QT_FN P* element(P* data, int64_t i) {
   return data == nullptr ? nullptr : data + i;
 }
 
-// The first n elements of a chunk in the type of the arithmetic, with zeros behind them up to `end`.
+// The first n elements of a chunk in the type of the arithmetic, with zeros after them up to `end`.
 template <class A>
 QT_FN const A* first_values_of(Source from, int n, int end, Padded<A>& buffer) {
   if (is_native<A>(from.dtype)) return padded(static_cast<const A*>(from.data), n, buffer, end);

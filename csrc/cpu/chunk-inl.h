@@ -28,7 +28,7 @@ QT_FN void for_vectors(FirstVectors<A> vectors, F f) {
   }
 }
 
-// Copies the first n elements of a chunk to a padded one, with zeros behind them up to `end`; and back.
+// Copies the first n elements of a chunk to a padded one, with zeros after them up to `end`; and back.
 
 #if QT_BYTES == 64
 

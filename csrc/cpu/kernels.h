@@ -38,7 +38,7 @@ struct ThreadHistogram {
 };
 
 // The values of each channel that batch norm computes with. If inner is 1, the first kChunk of a row are repeated
-// behind its end (as often as it takes), so that a chunk reads whole vectors at any position.
+// after its end (as often as it takes), so that a chunk reads whole vectors at any position.
 template <class A>
 struct NormChannels {
   A *mean, *factor, *bias;  // the value of x is (x - mean) factor + bias

@@ -42,7 +42,7 @@ QT_DEVICE void softmax_of_row(int64_t length, bool coarse, float (&v)[kMost]) {
   }
 }
 
-// Zeros behind the elements of a row, up to the next row.
+// Zeros after the elements of a row, up to the next row.
 template <int kTeam, class T>
 QT_DEVICE void clear_gap(T* row, int64_t length, int64_t stride) {
   for (int64_t place = length + threadIdx.x % kTeam; place < stride; place += kTeam)

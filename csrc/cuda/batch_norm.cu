@@ -1,4 +1,4 @@
-// Batch norm in training with what is fused behind it, and its gradients, on CUDA.
+// Batch norm in training with what is fused after it, and its gradients, on CUDA.
 #include <numeric>
 
 #include "../passed_interval.h"

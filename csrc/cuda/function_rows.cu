@@ -1,4 +1,4 @@
-// Functions with the quantizers behind them on CUDA. A row of a layer norm stays in the registers of a warp, or of a
+// Functions with the quantizers after them on CUDA. A row of a layer norm stays in the registers of a warp, or of a
 // block, so that each direction reads its tensors once, as those of functions of an element do.
 #include "../fake_quant.h"
 #include "../unit/function_rows.h"

@@ -1,4 +1,4 @@
-// Batch norm of a vector of 8 elements with what is fused behind it, and its gradients.
+// Batch norm of a vector of 8 elements with what is fused after it, and its gradients.
 #pragma once
 
 #include "../batch_norm/batch_norm.h"

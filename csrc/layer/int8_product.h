@@ -9,7 +9,7 @@ namespace qtoolkit::int8_product {
 // Whether torch has the product and a device computes it. Reads no value: it does not wait for a GPU.
 bool is_on(const at::Device& device);
 
-// The elements of a tensor as rows of `depth` codes, with zeros behind them up to what the product takes: a number of
+// The elements of a tensor as rows of `depth` codes, with zeros after them up to what the product takes: a number of
 // rows, and a depth that is a multiple of 8. Dense tensors are not copied where nothing is missing.
 at::Tensor left_rows(const at::Tensor& codes, int64_t depth);
 at::Tensor right_rows(const at::Tensor& codes, int64_t depth);

@@ -72,10 +72,9 @@ inline void check_input_codes(const char* op, const Layer& l, c10::SymIntArrayRe
                       l.x_qmax, "]; pass codes of the shape of x, a byte each.");
     return;
   }
-  TORCH_CHECK_VALUE(
-      codes.sym_sizes() == size, op, ": codes must have the shape of x, ", size,
-      ", or one dimension with two codes per byte, or that of an image with half the channels, got shape ",
-      codes.sym_sizes(), ".");
+  TORCH_CHECK_VALUE(codes.sym_sizes() == size, op, ": codes must have the shape of x, ", size,
+                    ", or one dimension with two elements per byte, or half the channels of an image, got shape ",
+                    codes.sym_sizes(), ".");
   const int64_t lowest = codes.scalar_type() == at::kChar ? -128 : 0;
   TORCH_CHECK_VALUE(l.x_qmin >= lowest && l.x_qmax <= lowest + 255, op, ": x_qmin and x_qmax must lie in [", lowest,
                     ", ", lowest + 255, "], the range of ", codes.scalar_type(), ", got [", l.x_qmin, ", ", l.x_qmax,

@@ -62,8 +62,8 @@ inline void check_search(const char* op, const at::Tensor& counts, const at::Ten
   check_edges(op, lo, hi, counts, counts.dim() == 1 ? c10::SymInt(1) : counts.sym_size(0));
   check_code_range(op, qmin, qmax);
   TORCH_CHECK_VALUE(qmin <= 0 && qmax > 0 && qmax - qmin < (1 << 16), op,
-                    ": qmin and qmax must include 0 and a positive code, and span at most 16 bits, got [", qmin, ", ",
-                    qmax, "].");
+                    ": qmin and qmax must include 0 and a positive integer, and span at most 16 bits, got [", qmin,
+                    ", ", qmax, "].");
   TORCH_CHECK_VALUE(method == "percentile" || method == "mse" || method == "l2" || method == "entropy", op,
                     ": method must be 'percentile', 'mse', 'l2' or 'entropy', got '", method, "'.");
   TORCH_CHECK_VALUE(percentile > 0 && percentile <= 100, op, ": percentile must lie in (0, 100], got ", percentile,

@@ -1,4 +1,4 @@
-// The bodies of PReLU with a quantizer behind it: checks, results, kernel arguments.
+// The bodies of PReLU with a quantizer after it: checks, results, kernel arguments.
 #include "../prelu.h"
 
 #include <ATen/ops/empty.h>

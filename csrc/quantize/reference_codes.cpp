@@ -53,7 +53,7 @@ Multiplier multiplier_of(double real) {
 
 // ---- softmax.h
 
-// exp of numbers in (-32, 0] with 26 bits behind the point, with 31 bits: exp_on_negative_values of fixedpoint.h. The
+// exp of numbers in (-32, 0] with 26 bits after the point, with 31 bits: exp_on_negative_values of fixedpoint.h. The
 // factors are exp(-2^k), k from -2 to 4.
 Tensor exp_of_negative(const Tensor& a) {
   constexpr std::array<int64_t, 7> kFactors = {1672461947, 1302514674, 790015084, 290630308, 39332535, 720401, 242};
@@ -70,7 +70,7 @@ Tensor exp_of_negative(const Tensor& a) {
   return at::where(a == 0, at::full_like(found, (int64_t{1} << 31) - 1), found);
 }
 
-// 1 / (1 + a) for a in [0, 1), both with 31 bits behind the point: one_over_one_plus_x_for_x_in_0_1.
+// 1 / (1 + a) for a in [0, 1), both with 31 bits after the point: one_over_one_plus_x_for_x_in_0_1.
 Tensor inverse_of_one_plus(const Tensor& a) {
   const Tensor half = right(a + (int64_t{1} << 31), 1);
   Tensor x = high_product(half, int64_t{-1010580540}) + int64_t{1515870810};  // 48/17 - 32/17 half, with 29 bits
@@ -100,7 +100,7 @@ Tensor softmax_codes(const Tensor& x, double scale, int64_t dim) {
   return (divided(parts, bits).clamp(0, 255) * counted).to(at::kFloat);
 }
 
-// ---- hard_swish.h: integers of 16 bits, with 7 of them behind the input's code
+// ---- hard_swish.h: integers of 16 bits, with 7 of them after the input's code
 
 Tensor saturated(const Tensor& x) { return x.clamp(-(1 << 15), (1 << 15) - 1); }
 
@@ -161,7 +161,7 @@ Tensor average_codes(const Tensor& sums, const Tensor& counts) {
   return (whole.sign() * ((whole.abs() + (of / 2).floor()) / of).floor()).to(at::kFloat);
 }
 
-// ---- resize_bilinear.h: positions have 10 bits behind the point, and weights too
+// ---- resize_bilinear.h: positions have 10 bits after the point, and weights too
 
 Tensor resize_linear_codes(const Tensor& x, at::IntArrayRef size, bool align_corners) {
   check_float("resize_linear_codes", "x", x);

@@ -64,7 +64,7 @@ bool has_kernel(const Attention& a) {
 }
 
 // cuBLAS takes up to three times longer for rows of another number of elements. Where the kernel makes the weights,
-// keys and values have rows of zeros behind them.
+// keys and values have rows of zeros after them.
 constexpr int64_t kMultiple = 8;
 
 Tensor matrices(const Tensor& values) { return values.flatten(0, -3).contiguous(); }
@@ -106,7 +106,7 @@ Tensor scores_of(const Attention& a, const Matrices& m) {
   return at::add(shaped_as(scores, a.q.shaped()), mask).flatten(0, -3).contiguous();
 }
 
-// The gradient of keys or values, from one with the rows behind them.
+// The gradient of keys or values, from one with the rows after them.
 Tensor without_padding(const Tensor& gradient, const Attention& a, const Tensor& grad) {
   const Tensor rows = has_kernel(a) ? gradient.narrow(1, 0, a.k.shaped().size(-2)).contiguous() : gradient;
   return shaped_as(rows, grad);

@@ -6,7 +6,7 @@
 
 namespace qtoolkit {
 
-// A matrix with a row for each query. Rows begin at multiples of a stride; behind those that are written are zeros.
+// A matrix with a row for each query. Rows begin at multiples of a stride; after those that are written are zeros.
 struct ScoreRows {
   void* data = nullptr;
   int64_t stride = 0;  // in elements

@@ -1,4 +1,4 @@
-// The scales of a weight behind a batch norm, as the factor changes by which folding it multiplies the weight.
+// The scales of a weight before a batch norm, as the factor changes by which folding it multiplies the weight.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 

@@ -1,4 +1,4 @@
-// A function of one tensor with a quantizer behind it. Backward keeps the function's input alone and computes the
+// A function of one tensor with a quantizer after it. Backward keeps the function's input alone and computes the
 // function again, where its result and its input would be two copies; without a function it keeps one bit an element.
 // On CUDA, GELU, SiLU and a layer norm of float32 are one kernel each way with their quantizers.
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-// A function of a tensor with a quantizer behind it, and its gradients, as one CUDA kernel each way.
+// A function of a tensor with a quantizer after it, and its gradients, as one CUDA kernel each way.
 #pragma once
 
 #include "../kernel_args.h"

@@ -1,4 +1,4 @@
-// A unit without a batch norm: a layer on grids, with its bias on the grid of its sums, and a quantizer behind it.
+// A unit without a batch norm: a layer on grids, with its bias on the grid of its sums, and a quantizer after it.
 #include "../layer/layer_checks.h"
 #include "../layer/layer_ops.h"
 #include "../registration.h"

@@ -90,7 +90,7 @@ void unit(const c10::OperatorHandle& /*op*/, Stack* stack) {
   push_output(stack, y, codes, u);
 }
 
-// The gradients of what is behind the layer: of its output, of the batch norm, and of what follows; `bias` is that of
+// The gradients of what is after the layer: of its output, of the batch norm, and of what follows; `bias` is that of
 // the folded one. A gradient that is not wanted is undefined or empty.
 struct Behind {
   Tensor z, gamma, beta, divisor, residual, y_scale, y_zero_point, bias;

@@ -133,7 +133,7 @@ struct UnitOfLayer : Unit {
 
 // ---- the units
 
-// A layer without a batch norm, and the quantizer behind it or none.
+// A layer without a batch norm, and the quantizer after it or none.
 struct LayerUnit : UnitOfLayer {
   static constexpr const char *kClass = "LayerUnit", *kOp = "layer_fake_quant",
                               *kBackward = "layer_fake_quant_backward";

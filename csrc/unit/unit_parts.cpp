@@ -318,7 +318,7 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
   return result;
 }
 
-// ---- the quantizer behind an op
+// ---- the quantizer after an op
 
 QuantizedTensor quantize_output(const Tensor& z, const Quantized& q, const optional<Tensor>& y_scale) {
   if (!y_scale.has_value()) return {z, {}, {}};

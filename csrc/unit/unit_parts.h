@@ -1,4 +1,4 @@
-// What units have in common: the scales that are made of what is trained, and the quantizer behind an op.
+// What units have in common: the scales that are made of what is trained, and the quantizer after an op.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,7 +28,7 @@ struct Followed {
   bool pow2_scale;
 };
 
-// The quantizer behind an op; without a start there is none.
+// The quantizer after an op; without a start there is none.
 struct Output {
   Trained trained;
   std::optional<at::Tensor> zero_point;
@@ -111,7 +111,7 @@ struct WantedOfScales {
   bool start, ratio, y_start, y_ratio, bias;
 };
 
-// Those of what they are made of; undefined where they are not wanted. The bias has one behind a frozen batch norm.
+// Those of what they are made of; undefined where they are not wanted. The bias has one after a frozen batch norm.
 struct PartGradients {
   at::Tensor start, ratio, gamma, bias, y_start, y_ratio;
 };
@@ -119,7 +119,7 @@ struct PartGradients {
 PartGradients gradients_of_parts(const UnitParts& parts, const ScaleGradients& in, const WantedOfScales& wanted,
                                  const std::optional<at::Tensor>& bias = {});
 
-// ---- the quantizer behind an op
+// ---- the quantizer after an op
 
 // How a unit quantizes what another op returns.
 struct Quantized : Output {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-# How a file stores signed codes of 8 bits of a weight: as they are, or 128 higher with a zero point of 128.
+# How a file stores signed 8-bit integers of a weight: as they are, or 128 higher with a zero point of 128.
 WeightCodes = Literal["int8", "uint8"]
 # The types of scales, and of what a file does not quantize.
 FloatType = Literal["float32", "float16"]

@@ -24,7 +24,7 @@ def path_of(kind: Kind) -> str:
 
 
 def kind_at(path: str, types: Iterable[Kind]) -> Kind:
-    """Return what is at a path among the types and functions of torch, `operator`, qtoolkit and the caller; else ValueError.
+    """Return the object at a path among the types and functions of torch, `operator`, qtoolkit and the caller; else ValueError.
 
     Example:
         >>> kind_at("torch.nn:Conv2d", ())

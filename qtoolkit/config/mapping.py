@@ -17,7 +17,7 @@ from qtoolkit.errors import check_known, check_mapping, check_sequence, shown, t
 
 @dataclass(frozen=True)
 class QConfig:
-    """How a layer is quantized: its input activations and its weight. None leaves them in float, and so does leaving one out.
+    """How a layer is quantized: its input activations and its weight. None, the default, leaves them in float.
 
     Raises:
         ValueError: The activation's spec has a group_size.
@@ -56,7 +56,7 @@ class QConfig:
         """Return the config with specs completed by another one's (`QuantSpec.completed`); without one, by the defaults.
 
         Raises:
-            ValueError: What is written in a spec does not fit the other one.
+            ValueError: A field that is written in a spec does not fit the other spec.
         """
         specs: dict[str, QuantSpec | None] = {}
         for name, spec in vars(self).items():
@@ -65,7 +65,7 @@ class QConfig:
         return QConfig(**specs)
 
     def with_scale_dtype(self, scale_dtype: FloatType) -> "QConfig":
-        """Return the config with scales of this type, but for specs that need another one."""
+        """Return the config with scales of this type, except for specs that need another one."""
         return QConfig(**{name: spec and spec.with_scale_dtype(scale_dtype) for name, spec in vars(self).items()})
 
     def to_dict(self) -> dict[str, object]:
@@ -89,7 +89,7 @@ class QConfig:
 
 
 def is_same_rule(one: QConfig | None, other: QConfig | None) -> bool:
-    """Return whether two configs say the same of what they change; equal ones may leave different fields to the backend."""
+    """Return whether two configs write the same values; equal configs may leave different fields to the backend."""
     return (one and one.to_dict()) == (other and other.to_dict())
 
 
@@ -123,11 +123,12 @@ class Match:
 class QConfigMapping:
     """Which layers get which config: by exact name, then by regex, then by type, then by the global rule.
 
-    A rule for a module, by name, regex or type, holds for all layers inside the module. Of several rules of one kind, that for
-    the innermost module around the layer holds; a rule for the layer itself comes before all of them.
+    A rule for a module, by name, regex or type, holds for all layers inside the module. Of several rules of one kind,
+    the rule for the innermost module around the layer holds; a rule for the layer itself comes before all of them.
 
-    What a spec of a config leaves out has the backend's value (`QuantSpec`). A config of None leaves the layer in float. A
-    layer without a rule has the backend's default config. What `exclude` names stays in float, against all other rules.
+    Fields that a spec of a config leaves out have the backend's values (`QuantSpec`). A config of None leaves the layer
+    in float. A layer without a rule has the backend's default config. Layers that `exclude` names stay in float,
+    whatever other rules say.
 
     Example:
         >>> w4 = QConfig(QuantSpec(bits=4), QuantSpec(bits=4, axis=0))
@@ -219,7 +220,7 @@ class QConfigMapping:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError, with the way here for what torch.ao's class has in addition."""
+            """Raise AttributeError, which for methods of torch.ao's class says what to write here."""
             way = ""
             if name == "set_module_name_object_type_order":
                 way = (
@@ -313,7 +314,7 @@ class QConfigMapping:
 
         Args:
             values: The parsed JSON.
-            types: Your own module types and functions that it names. Those of torch, `operator` and qtoolkit need no entry.
+            types: Your own module types and functions that it names. Types of torch, `operator` and qtoolkit need no entry.
 
         Raises:
             ValueError: A key or a value is unknown or of the wrong type. The error names its place.
@@ -398,7 +399,7 @@ def warn_of_unused_types(
 ) -> None:
     """Warn of the types and functions in an option of a public function that have no effect on a model with the `known` ones.
 
-    `option` begins the warning, and `fact` is what is true of those that are not among the known ones.
+    `option` begins the warning, and `fact` says what is wrong with those that are not known.
     """
     for kind in kinds:
         if kind not in known:
@@ -415,7 +416,7 @@ def with_excluded(mapping: QConfigMapping | None, exclude: Exclude | None) -> QC
 
 
 def types_by_option(mapping: QConfigMapping | None) -> dict[str, list[Kind]]:
-    """Return the types and functions that a mapping and its exclusions name, by what a warning calls each of them."""
+    """Return the types and functions that a mapping and its exclusions name, by the words of a warning for each of them."""
     of = {"qconfig_mapping has a rule for": mapping, "exclude names": None if mapping is None else mapping.excluded}
     return {option: list(rules.rules["object_type"]) for option, rules in of.items() if rules is not None}
 

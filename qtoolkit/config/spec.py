@@ -38,19 +38,19 @@ FIXED_IF_DYNAMIC: dict[str, object] = {
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one kind of tensor is quantized. In a rule of a QConfigMapping, a spec says only what it changes.
+    """How one kind of tensor is quantized. In a rule of a QConfigMapping, a spec holds only the fields that it changes.
 
-    There, fields that are left out have the values of the backend's spec for that tensor: `QuantSpec(quantizer="lsq")` trains
-    the scale of uint8 codes with a zero point on "onnxruntime", and of int8 codes without one on "tensorrt". What is written
-    holds against the backend, and so does what a format, a quantizer, an observer or `dynamic` needs. With symmetric=True
-    written and `signed` left out, codes are signed. Everywhere else, as in a TensorQuantizer, fields that are left out have the
-    defaults of the signature.
+    There, fields that are left out have the values of the backend's spec for that tensor: `QuantSpec(quantizer="lsq")`
+    trains the scale of uint8 values with a zero point on "onnxruntime", and of int8 values without one on "tensorrt".
+    Fields that are written, and fields that a format, a quantizer, an observer or `dynamic` needs, override the
+    backend's. With symmetric=True written and `signed` left out, the tensor is signed. Everywhere else, as in a
+    TensorQuantizer, fields that are left out have the defaults of the signature.
 
     Attributes:
-        bits: Width of a code, 2 to 16.
-        signed: Codes from -2^(bits-1) to 2^(bits-1)-1; otherwise from 0 to 2^bits-1.
-        symmetric: No zero point: zero is code 0.
-        narrow: Exclude the lowest code, so that a signed range is symmetric.
+        bits: Bits of a quantized value, 2 to 16.
+        signed: Integers from -2^(bits-1) to 2^(bits-1)-1; otherwise from 0 to 2^bits-1.
+        symmetric: No zero point: zero is the integer 0.
+        narrow: Exclude the lowest integer, so that a signed range is symmetric.
         axis: Without a group_size, the channel axis, with one scale per channel. None is one scale for the tensor. In a
             QConfigMapping's global rule, axis 0 of a weight stands for the output channel of every kind of layer; in a rule by
             name, regular expression or type it is the weight's own axis: a transposed convolution has (in, out, ...). An
@@ -72,15 +72,15 @@ class QuantSpec:
             times the standard deviation), "lsq" (the start of LSQ's paper, 2 * mean|x| / sqrt(qmax)), "histogram" (the range
             that a `method` chooses from a histogram of all inputs), "moving_histogram" (the moving average of what a `method`
             chooses for each input); with pow2_scale also "pow2" (the power of two with the least squared error) and
-            "pow2_mode" (the one that is best for the most inputs); or "constant" (a given range). docs/observers.md compares
-            them.
+            "pow2_mode" (the power of two that is best for the most inputs); or "constant" (a given range).
+            docs/observers.md compares them.
         observer_args: Options of the observer, with their defaults: `momentum` (0.1) for "moving_average" and
             "moving_histogram"; `deviations` (2.6) for "clip_std"; `bins` (2048) for all with a histogram; `method` ("mse"; or
             "l2", "entropy", "percentile") and `percentile` (99.99) for "histogram" and "moving_histogram"; `low` (-1.0) and
             `high` (1.0) for "constant".
         quantizer: "fixed" (the scale follows the range), "lsq" (the scale is trained, arXiv 1902.08153), or another name of
             `qtoolkit.quantizers.table`, which says how to add one: "lsq_plus", "pact", "learned_range", "dsq", "tqt", "dorefa",
-            "apot", "qil". What is trained starts at the least squared error with the observer "minmax", and from the range
+            "apot", "qil". Trained parameters start at the least squared error with the observer "minmax", and from the range
             of any other one. docs/quantizers.md compares them.
         quantizer_args: Options of the quantizer, with their defaults: `alpha` (0.2) for "dsq"; `gamma` (1.0) and `learn_gamma`
             (False) for "qil". The others have none.
@@ -88,9 +88,10 @@ class QuantSpec:
             calibrated. For "int" and the formats of small floats without blocks.
         scale_dtype: The type whose numbers the scales are, in training and in the deployed model: "float32"; or "float16", for
             a target whose Q/DQ nodes have scales of that type. Scales then have 11 significant bits and are at least 2^-14
-            (`qtoolkit.ops.float16_scale`), where they are read: what is stored and trained stays in float32.
+            (`qtoolkit.ops.float16_scale`), where they are read: stored and trained scales stay in float32.
         given: The names of the fields that are written; None takes the call's arguments. `dataclasses.replace` keeps
-            them and adds what differs from its default; `with_` adds all that it sets. They have no part in equality.
+            them and adds the fields that differ from their defaults; `with_` adds all that it sets. Equality ignores
+            them.
 
     Raises:
         ValueError: A value is out of its range, or a name is unknown.
@@ -140,7 +141,7 @@ class QuantSpec:
             return new
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
-        """Restore a copy or a pickle, without what `__new__` has noted."""
+        """Restore a copy or a pickle, without the notes of `__new__`."""
         vars(self).clear()
         vars(self).update(state)
 
@@ -155,7 +156,7 @@ class QuantSpec:
                 raise ValueError(f"QuantSpec: {name} must be true or false, got {getattr(self, name)!r}.")
         if self.narrow and self.symmetric and not self.signed:
             raise ValueError(
-                "QuantSpec: narrow=True leaves out the lowest code, which is that of zero with signed=False and "
+                "QuantSpec: narrow=True leaves out the lowest integer, which stands for zero with signed=False and "
                 "symmetric=True; set narrow=False, or symmetric=False."
             )
         self._complete_blocks()
@@ -185,7 +186,7 @@ class QuantSpec:
         object.__setattr__(self, "given", self.given.union(changed))
 
     def _complete_blocks(self) -> None:
-        """Set what a block format fixes, where it has the default."""
+        """Set the fields that a block format fixes, where they have the default."""
         if self.format in BLOCKS:
             fixed = {"axis": -1, **FIXED[self.format]}
             for name in ("bits", "axis", "group_size"):
@@ -219,14 +220,14 @@ class QuantSpec:
 
     @property
     def qmin(self) -> int:
-        """Lowest code; for a format without integer codes, the lowest value in units of the scale."""
+        """Lowest quantized value; for a format that is not "int", the lowest value in units of the scale."""
         if self.format != "int":
             return -self.qmax
         return (-(1 << self.bits - 1) if self.signed else 0) + int(self.narrow)
 
     @property
     def qmax(self) -> int:
-        """Highest code; for a format without integer codes, the highest value in units of the scale."""
+        """Highest quantized value; for a format that is not "int", the highest value in units of the scale."""
         if self.format != "int":
             return LARGEST.get(self.element, 1)
         return (1 << self.bits - int(self.signed)) - 1
@@ -328,12 +329,12 @@ class QuantSpec:
         return self if "scale_dtype" in self._fixed() else self.with_(scale_dtype=scale_dtype)
 
     def completed(self, base: "QuantSpec") -> Self:
-        """Return the spec with all fields written: those that it leaves out have the values of another one, the backend's.
+        """Return the spec with all fields written: fields that it leaves out have the values of another spec, the backend's.
 
-        What its format, its quantizer, its observer or `dynamic` needs is not taken from there.
+        Fields that its format, its quantizer, its observer or `dynamic` needs are not taken from there.
 
         Raises:
-            ValueError: What is written does not fit the other spec.
+            ValueError: A field that is written does not fit the other spec.
 
         Example:
             >>> base = QuantSpec(signed=False, symmetric=False)
@@ -342,7 +343,7 @@ class QuantSpec:
         """
         own = self._given | self._fixed()
         if "symmetric" in own and self.symmetric:
-            own |= {"signed"}  # without a zero point, unsigned codes would clip all negative values
+            own |= {"signed"}  # without a zero point, an unsigned grid would clip all negative values
         for name in ("observer", "quantizer"):
             own |= {f"{name}_args"} if name in own else set()
         values = {name: getattr(self if name in own else base, name) for name in DEFAULTS}

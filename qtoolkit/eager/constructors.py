@@ -18,7 +18,7 @@ Init = Callable[..., None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How layers are quantized when they are built. What `ignore` is true of, by "" and the layer, stays float."""
+    """How layers are quantized when they are built. Layers for which `ignore("", layer)` is true stay float."""
 
     rules: LayerRules
     ignore: Callable[[str, nn.Module], bool] | None = None
@@ -60,9 +60,9 @@ class Construction:
 
         @functools.wraps(inherited)
         def init(module: nn.Module, *args: object, **kwargs: object) -> None:
-            """Run the constructor that the class had, then make the module a QAT module by the settings of now."""
+            """Run the constructor that the class had, then make the module a QAT module by the present settings."""
             inherited(module, *args, **kwargs)
-            settings = self.settings  # None after `deactivate`, if other code has kept a reference to this function
+            settings = self.settings  # None after `deactivate`, if something has kept a reference to this function
             if settings is not None and not getattr(self._thread, "finishes", False):
                 self._thread.finishes = True  # layers that `from_float` builds stay as it builds them
                 try:

@@ -1,7 +1,7 @@
 """Functions that take the weight of a replaced layer themselves, as F.linear(x, layer.weight) does: the layer is not called.
 
-Module replacement, of a model or in leaf modules of a graph, does not see functions. What a batch shows of them is a warning,
-and a line of the report of a model without a graph.
+Module replacement, of a model or in leaf modules of a graph, does not see functions. A batch that reaches one gives a warning,
+and a line in the report of a model without a graph.
 """
 
 import warnings
@@ -67,11 +67,11 @@ class WeightsTaken(TorchFunctionMode):
 
 
 def sentence(found: Mapping[str, str]) -> str:
-    """Return what is said of functions that take weights themselves."""
+    """Return the warning about functions that take weights themselves."""
     taken = some([f"{name!r} ({function})" for name, function in found.items()])
     return (
         f"functions take weights of layers themselves, and compute in float: {taken}. Module replacement quantizes the "
-        f"calls of layers alone; call the layer, or let qtoolkit.prepare trace what takes the weight."
+        f"calls of layers alone; call the layer, or let qtoolkit.prepare trace the function."
     )
 
 
@@ -82,7 +82,7 @@ def verdict_on(function: str) -> Verdict:
 
 
 def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, QuantModule]]:
-    """Yield the parameters of replaced layers, in the outermost one, with their names: in a graph those of leaf modules."""
+    """Yield the parameters of replaced layers, in the outermost one, by name: in a graph, of leaf modules only."""
     for name, module in outermost(model, lambda each: isinstance(each, QuantModule | QuantizedGraphModule)):
         if isinstance(module, QuantModule):
             parameters = module.named_parameters(name) if module.weight_quantizers() else ()
@@ -96,7 +96,7 @@ def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, QuantMod
 
 
 def _memory(tensor: object) -> int | None:
-    """Return where the values of a plain tensor are, as those of its views; None of others."""
+    """Return where the values of a plain tensor are, and of its views; None for others."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:  # type: ignore[attr-defined]
         return None
     return tensor.untyped_storage().data_ptr() or None  # type: ignore[attr-defined]

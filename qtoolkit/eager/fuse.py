@@ -77,8 +77,9 @@ def fuse_modules(
 def link_chains(model: nn.Module, strategy: str, not_linked: Mapping[str, Verdict]) -> dict[str, Verdict]:
     """Link the batch norms of a model's chains to the QAT layers before them; return the verdict on each batch norm, by name.
 
-    `strategy` is one of `qtoolkit.nn.batch_norm.STRATEGIES`, `not_linked` has the verdicts on batch norms that are not linked.
-    Raises ValueError for a strategy that does not fit, and for a module of a chain that is no longer in the model.
+    `strategy` is one of `qtoolkit.nn.batch_norm.STRATEGIES`, `not_linked` has the verdicts on batch norms that are not
+    linked. Raises ValueError for a strategy that does not fit, and for a module of a chain that was removed from the
+    model.
     """
     verdicts: dict[str, Verdict] = {}
     for chain in chains_of(model):
@@ -116,7 +117,7 @@ def quantize_outputs(model: nn.Module, specs: Mapping[str, QuantSpec]) -> dict[s
         chain = chains.get(name, (name,))
         _quantize_output(model.get_submodule(chain[-1]), spec, chain[-1], device)
         if len(chain) > 1:
-            text = f"its output is quantized, as that of the chain {', '.join(chain)}"
+            text = f"its output is quantized, as the output of the chain {', '.join(chain)}"
             verdicts[chain[-1]] = Verdict.quantized(Cause.OUTPUT, text)
         elif not isinstance(model.get_submodule(name), QuantModule):
             verdicts[name] = Verdict.quantized(Cause.OUTPUT, "its output is quantized")

@@ -1,4 +1,4 @@
-"""EagerRecord: what `fuse_modules` and module replacement store on a model."""
+"""EagerRecord: the facts that `fuse_modules` and module replacement store on a model."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ ATTRIBUTE = "_qtoolkit_record"  # an attribute of the model: its copies and pick
 
 @dataclasses.dataclass(frozen=True)
 class EagerRecord:
-    """What was stored on a model; names are dotted names in that model."""
+    """The facts that were stored on a model; names are dotted names in that model."""
 
     plan: Plan | None = None  # what `quant_modules.replace` decided; None if it was not called
     chains: tuple[tuple[str, ...], ...] = ()  # of modules, as `fuse_modules` was given them
@@ -86,7 +86,7 @@ def check_links(model: nn.Module) -> None:
         own = layer.batch_norm if isinstance(layer, QuantWeighted) else None
         if own is not None and found is not None and found is not own and is_batch_norm(found):
             raise ValueError(
-                f"the batch norm {name!r} that is linked to layer {layer_name!r} is no longer in the model: it was replaced "
+                f"the batch norm {name!r} that is linked to layer {layer_name!r} is not in the model: it was replaced "
                 f"by {with_article(type(found))}. Replace batch norms, as torch.nn.SyncBatchNorm.convert_sync_batchnorm does, "
                 f"before you call qtoolkit.quant_modules.replace."
             )

@@ -90,7 +90,7 @@ def entries_of(ignore: object, what: str) -> list[str]:
 
 
 def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
-    """Return how each layer is quantized, by its first name, in order; those replaced before keep their verdict."""
+    """Return how each layer is quantized, by its first name, in order; layers that are already replaced keep their verdict."""
     before = verdicts_in(model)
     decisions: dict[str, LayerDecision] = {}
     pairs, seen = [("", model)], set()
@@ -112,7 +112,7 @@ def decide_all(model: nn.Module, rules: LayerRules) -> dict[str, LayerDecision]:
 
 
 def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verdict]) -> None:
-    """Store on a model what was decided about its layers, by their names in it, and by which rules."""
+    """Store on a model the decisions about its layers, by their names in it, and by which rules."""
     now = modules_by_name(model)
     kinds = {name: str(kind_of_module(now[name])) for name in verdicts if name in now}
     mapping = None if rules.mapping is None else rules.mapping.copy()
@@ -124,7 +124,7 @@ def record_plan(model: nn.Module, rules: LayerRules, verdicts: Mapping[str, Verd
 def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
     """Return the names of the layers that are already quantized by another config than these rules give.
 
-    A second call without rules, for the same backend, asks for nothing else than what the layers have.
+    A second call without rules, for the same backend, keeps what the layers have.
     """
     before: dict[nn.Module, LayerRules] = {}
     for part, plan in plans_in(model):  # inner parts come later, and have their layers' own rules
@@ -135,7 +135,7 @@ def quantized_otherwise(model: nn.Module, rules: LayerRules) -> list[str]:
 
 
 def _is_asked_otherwise(layer: QuantModule, rules: LayerRules, before: LayerRules | None) -> bool:
-    """Return whether rules ask for another config of a layer than those before; the user may have built it without any."""
+    """Return whether rules ask for another config of a layer than the earlier rules; the user may have built it without any."""
     kind = float_type(layer)
     new = rules.find(rules.names[layer], kind)
     if before is None:

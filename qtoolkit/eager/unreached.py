@@ -1,4 +1,4 @@
-"""Layers with quantizers of their own inputs that no data reached, as those that forward never calls: they stay in float."""
+"""Layers with own input quantizers that no data reached, such as layers that forward never calls: they stay float."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ from qtoolkit.verdicts import UNREACHED
 def unreached_layers(model: nn.Module, state: Mapping[str, object] | None = None) -> dict[str, nn.Module]:
     """Return the layers without a range of any input or output, by their first names.
 
-    The ranges are those of the model, or in the state dict of a converted one. Where no quantizer of an activation has one,
+    The ranges are in the model, or in the state dict of a converted one. If no activation quantizer has a range,
     nothing was calibrated, or the state dict is of another model: then there are no such layers.
     """
 

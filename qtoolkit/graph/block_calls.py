@@ -1,4 +1,4 @@
-"""The calls of a model's blocks as tracing saw them: who calls which block, with which arguments, and what it returns."""
+"""The calls of a model's blocks as tracing saw them: the caller, the block, its arguments and its results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class BlockCall:
 
 
 def map_leaves(tree: object, function: Callable[[Any], object]) -> Any:
-    """Return nested tuples, lists and dicts with what a function makes of what they contain."""
+    """Return nested tuples, lists and dicts with a function applied to their values."""
     if isinstance(tree, dict):
         return type(tree)((key, map_leaves(item, function)) for key, item in tree.items())
     if isinstance(tree, tuple | list):

@@ -29,7 +29,7 @@ class TracedBlock(nn.Module):
     the block is a Sequential, a ModuleList or a ModuleDict, by index, `len` and iteration. It is an instance of the block's
     class, unless that derives from a layer of torch; the methods of `torch.nn.Module` are torch's.
 
-    Where the model calls the block once, and takes from it only what it returns, the block runs its part of the graph: it can
+    If the model calls the block once, and uses only what it returns, the block runs its part of the graph: it can
     be called with the arguments that the model gives it, and hooks, activation checkpointing and sharding work on it. Other
     blocks raise RuntimeError that says why when they are called, and when the model is called while they have hooks or a
     wrapper; `qtoolkit.prepare(..., untraced=["its name"])` keeps a block that is a module of its own.
@@ -48,7 +48,7 @@ class TracedBlock(nn.Module):
     _block_reason = NO_MODEL
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Do nothing: what the block's class does with its subclasses is not meant for this one."""
+        """Do nothing: the hook of the block's class for its subclasses is not meant for this one."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the block's part of the graph; RuntimeError if it has none."""
@@ -66,14 +66,14 @@ class TracedBlock(nn.Module):
         nn.Module.__delattr__(self, name)
 
     def set_code(self, code: Callable[..., object] | None, model: nn.Module, reason: str = NO_CALL) -> None:
-        """Let the block run code that takes it and its arguments, and finds the model as `_block_model`; or say why not."""
+        """Let the block run a function of itself and its arguments, which finds the model as `_block_model`; or say why not."""
         # `vars`: an assignment would make the model a submodule of its own block.
         vars(self).update(_block_code=code, _block_model=model, _block_reason=reason)
 
     def check_watched(self, held: nn.Module | None) -> None:
         """Raise RuntimeError if hooks or a wrapper of the block would have no effect.
 
-        `held` is what the model has in its place: the block or a wrapper, which passes on the layers as its attributes.
+        `held` is the object in its place in the model: the block or a wrapper, which passes on the layers as its attributes.
         """
         if self._block_code is None:
             self.refuse("hooked, compiled, wrapped or replaced, as sharding and checkpointing do", self._block_reason)
@@ -102,7 +102,7 @@ class TracedBlock(nn.Module):
 
 
 def warn_of_traced_value(module: nn.Module, traced: Mapping[str, object], name: str, value: object, owner: str) -> None:
-    """Warn once of a new value of an attribute, where the graph has what forward computed with its value in `traced`."""
+    """Warn once of a new value of an attribute, where the graph has constants from its value in `traced`."""
     told: tuple[str, ...] = vars(module).get("_told", ())
     if name in traced and name not in told and _differs(traced[name], value):
         vars(module)["_told"] = (*told, name)
@@ -199,7 +199,7 @@ def _may_be_base(kind: type[nn.Module]) -> bool:
 
 
 def object_of_name(module: str, name: str) -> Any:
-    """Return what has a dotted name in a module; None if the module or the name is not there."""
+    """Return the object of a dotted name in a module; None if the module or the name is not there."""
     try:
         return attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
@@ -207,7 +207,7 @@ def object_of_name(module: str, name: str) -> Any:
 
 
 class ClassReference:
-    """A class of the user's, which pickles name, and load as None where its code is not there."""
+    """A class of the user's, which pickles name, and load as None where it cannot be imported."""
 
     def __init__(self, kind: type[nn.Module] | None) -> None:
         self.kind = kind

@@ -48,7 +48,7 @@ from qtoolkit.shared_modules import names_by_module
 class Method:
     """A method bound to a module. Copies and pickles drop the module, and `QuantizedGraphModule` binds them to the new one.
 
-    `function` is the class's function; None in a pickle that was loaded where its code is not there: the model then has
+    `function` is the class's function; None in a pickle that was loaded where it cannot be imported: the model then has
     no such attribute. `needed` is whether a pickle cannot be written or loaded without it.
     """
 
@@ -155,12 +155,12 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             link_products(self.graph, plan.backend, self._arithmetic, self.products)
 
     def ops_in_training(self) -> Mapping[str, Product] | None:
-        """Return the products that the code computes its own way; None where it has the ops of the graph and no others."""
+        """Return the products that the forward computes in its own way; None where it has only the ops of the graph."""
         return None if self._arithmetic == PLAIN else self.products
 
     @property
     def training_arithmetic(self) -> TrainingArithmetic:
-        """How the ops between the layers compute in training, and what they keep for backward."""
+        """How the ops between the layers compute in training, and which tensors they keep for backward."""
         return self._arithmetic
 
     @training_arithmetic.setter
@@ -181,7 +181,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         return bool(deleted) and None not in deleted
 
     def _places_of(self, target: str) -> Iterator[tuple[nn.Module, str]]:
-        """Yield what holds a submodule, inside wrappers of blocks, with its name there; a shared one has several."""
+        """Yield the holders of a submodule, inside wrappers of blocks, with its name there; a shared one has several."""
         name = name_in_graph(self, target)
         for each in self.aliases.get(name, (name,)):
             path, _, last = each.rpartition(".")
@@ -216,7 +216,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
                 setattr(owner, attribute, Method(value.function, owner, value.needed))
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, and link layers to the batch norms that replaced those linked.
+        """Set the mode, and link layers to the batch norms that replaced the linked ones.
 
         torch.nn.SyncBatchNorm.convert_sync_batchnorm creates new ones. In eval mode each range that follows a weight is the
         weight's present range: QuantModule sets its own, and this method the ranges of functions' weights.
@@ -257,7 +257,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     def _weights_of_functions(self, chosen: Callable[[TensorQuantizer], bool]) -> list[tuple[TensorQuantizer, Tensor]]:
         """Return the chosen quantizers of weights that a pass inserted, each with its weight, computed.
 
-        Those of weights that are computed behind a quantizer without a range, before the calibration, are left out.
+        Before the calibration, quantizers of weights that are computed after a quantizer without a range are left out.
         """
         nodes = [node for node in self.graph.nodes if is_weight_quantizer(node)]
         pairs = [(module_of(node), node.all_input_nodes[0]) for node in nodes]
@@ -335,7 +335,7 @@ class QuantizedSequential(QuantizedGraphModule, nn.Sequential):
 
 
 def type_for(model_class: type[nn.Module]) -> type[QuantizedGraphModule]:
-    """Return the type of prepared models of a class: it is one of that class where code of others asks for it."""
+    """Return the type of prepared models of a class: an instance of it where other packages ask for it."""
     if issubclass(model_class, nn.Sequential):
         return QuantizedSequential
     integration = integration_of(model_class)

@@ -46,7 +46,7 @@ class LayerQuantizer:
 
     @property
     def consumers(self) -> tuple[str, ...]:
-        """What takes its values: the layer's dotted name inside a leaf module, else names of nodes."""
+        """The ops that take its values: the layer's dotted name inside a leaf module, else names of nodes."""
         if self.attribute == ITSELF:
             return tuple(user.name for user in self.node.users)
         return (self.layer if self.is_inside else self.node.name,)
@@ -76,7 +76,7 @@ class LayerQuantizer:
 
 
 def layer_quantizers(gm: fx.GraphModule) -> list[LayerQuantizer]:
-    """Return the quantizers of the layers that a graph calls, and of those inside leaf modules."""
+    """Return the quantizers of the layers that a graph calls, and of layers inside leaf modules."""
     names = first_names(gm)
     nodes = [node for node in gm.graph.nodes if node.op == "call_module" and not is_quantizer(node)]
     return [

@@ -21,7 +21,7 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
     The rules are in `qtoolkit.lint`; `qtoolkit.export.lint` checks them on files too.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.convert` returned, also with a graph that was changed afterwards.
+        model: The result of `qtoolkit.prepare` or `qtoolkit.convert`, also with a graph that was changed afterwards.
         advice: Also list the ops that the target's own quantizer leaves in float, because they are not faster in integers
             (`qtoolkit.lint.layers`). `prepare` quantizes them.
 

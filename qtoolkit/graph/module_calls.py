@@ -1,4 +1,4 @@
-"""The calls of modules in a graph. What a pass changes in a module, it changes for all of its calls."""
+"""The calls of modules in a graph. A change of a module applies to all of its calls."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class ModuleCalls:
 def why_read(graph: fx.Graph, layer: nn.Module, bn: nn.Module) -> str | None:
     """Return why a batch norm stays that a layer would take over, where other ops read a tensor of one of the two; else None.
 
-    Folding replaces the layer's tensors, of which the dtype and the like stay, and removes the batch norm.
+    Folding replaces the layer's tensors (their dtypes stay) and removes the batch norm.
     """
     lost, changed = ({id(t) for t in (*m.parameters(), *m.buffers())} for m in (bn, layer))
     for node in graph.find_nodes(op="get_attr"):
@@ -59,7 +59,7 @@ def why_read(graph: fx.Graph, layer: nn.Module, bn: nn.Module) -> str | None:
 def number_calls(layer: QuantWeighted, nodes: Sequence[fx.Node]) -> bool:
     """Give each call of a layer a number and a `LayerCall`; return False for a layer with a forward of its own.
 
-    A forward of its own takes no number. Calls that are numbered keep what they are linked to.
+    A forward of its own takes no number. Calls that are numbered keep their links.
     """
     if [number_of(node) for node in nodes] == list(range(len(nodes))):
         return True
@@ -79,7 +79,7 @@ def number_of(node: fx.Node) -> int:
 
 
 def numbered(call: int) -> dict[str, int]:
-    """Return the arguments of a layer's forward that say which of its calls this is: none of the first."""
+    """Return the arguments of a layer's forward that say which of its calls this is: none for the first."""
     return {NUMBER: call} if call else {}
 
 

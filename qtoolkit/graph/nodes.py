@@ -1,4 +1,4 @@
-"""What kind of op a graph node, a module or a QAT type is."""
+"""The kind of op of a graph node, a module or a QAT type."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -81,7 +81,7 @@ def returns_tuple(node: fx.Node) -> bool:
 
 
 def bounds_of(node: fx.Node) -> Bounds | None:
-    """Return what a piecewise linear activation computes, NaN where the model computes it; None of other ops."""
+    """Return what a piecewise linear activation computes, NaN where the model computes it; None for other ops."""
     form = form_of(node)
     return None if form is None or form.bounds is None else form.bounds(partial(argument, node))
 
@@ -94,7 +94,7 @@ def callable_of(node: fx.Node) -> Callable[..., Any]:
 
 
 def form_of(node: fx.Node) -> Form | None:
-    """Return how the table describes an op; None of an op that it does not know, and of nodes that are no ops."""
+    """Return how the table describes an op; None for an op that it does not know, and of nodes that are no ops."""
     entry = None if node.op in NO_OPS else _entry_of(node)
     return None if entry is None else entry[1]
 
@@ -102,7 +102,7 @@ def form_of(node: fx.Node) -> Form | None:
 def outputs_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of an op's output tensors: the op, or the nodes that take them from the tuple that it returns.
 
-    Where the table does not know whether an op returns a tensor or a tuple, and an item is taken, there are none.
+    If the table does not know whether an op returns a tensor or a tuple, and an item is taken, there are none.
     """
     items, taken = _items(node), [user for user in node.users if _indexed(user) is node]
     if items:
@@ -163,7 +163,7 @@ def object_type_of(node: fx.Node) -> Any:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return what a QConfigMapping calls a node: the dotted name of its module, or its own name."""
+    """Return the name of a node in a QConfigMapping: the dotted name of its module, or its own name."""
     module = called_module(node)
     if isinstance(module, OpKernel):
         return module.replaces
@@ -188,7 +188,7 @@ def operands_of(node: fx.Node) -> list[object]:
 
 
 def is_discrete(node: fx.Node) -> bool:
-    """Return whether a node returns tensors of integers or booleans: by the example inputs, or by what it calls."""
+    """Return whether a node returns tensors of integers or booleans: by the example inputs, or by its function."""
     while not (facts_of(node).is_discrete or name_called(node) in DISCRETE or picks_indices(node)):
         sources = tensor_inputs(node) if kind_of(node).moves else []
         if not sources:
@@ -198,7 +198,7 @@ def is_discrete(node: fx.Node) -> bool:
 
 
 def is_output(node: fx.Node) -> bool:
-    """Return whether a node is the output of a graph, or picks what the graph returns by the mode."""
+    """Return whether a node is the output of a graph, or selects a result of the graph by the mode."""
     return node.op == "output" or (chooses_by_mode(node) and all(user.op == "output" for user in node.users))
 
 
@@ -208,9 +208,9 @@ def chooses_by_mode(node: fx.Node) -> bool:
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that take what a node computes, but for those that read its sizes.
+    """Return the nodes that take a node's result, except nodes that read its sizes.
 
-    Only those that take it in eval mode too; of a node that training mode alone takes to return it, all.
+    Only nodes that take it in eval mode too; all of them for a node that training mode alone takes to return it.
     """
     alone = facts_of(node).training_alone
     readers = [(user, facts_of(user)) for user in readers_of(node)]
@@ -218,7 +218,7 @@ def users_of(node: fx.Node) -> list[fx.Node]:
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that take what a node computes, but for those that read its sizes."""
+    """Return the nodes that take a node's result, except nodes that read its sizes."""
     return [user for user in node.users if not is_number(user)]
 
 
@@ -253,7 +253,7 @@ def _nodes_in(values: Iterable[object]) -> Iterable[fx.Node]:
 
 
 class QuantizerHolder(nn.Module):
-    """The submodule of a prepared model that holds quantizers of its graph. What replaces one takes its role.
+    """The submodule of a prepared model that holds quantizers of its graph. A module that replaces one takes its role.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt")
@@ -295,12 +295,12 @@ def has_float_weight(node: fx.Node) -> bool:
 
 
 def quantizes_its_input(node: fx.Node) -> bool:
-    """Return whether a node is a layer with a quantizer of its input, as one that is also called inside a leaf module."""
+    """Return whether a node is a layer with a quantizer of its input, such as one that is also called inside a leaf module."""
     return getattr(called_module(node), "input_quantizer", None) is not None
 
 
 def may_be_packed(node: fx.Node) -> bool:
-    """Return whether what a recurrent layer takes, or an output of it, may be a packed sequence, which is no tensor."""
+    """Return whether an input or output of a recurrent layer may be a packed sequence, which is no tensor."""
     while kind_of(owner_of(node)).keeps_state:
         node = tensor_inputs(owner_of(node))[0]
     is_seen = facts_of(node).is_number is not None
@@ -310,6 +310,6 @@ def may_be_packed(node: fx.Node) -> bool:
 def node_name(target: str) -> str | None:
     """Return the name that the node of a submodule or a tensor must have; None leaves the choice to torch.fx.
 
-    torch.fx names a node after its target. A node called "self" would replace the model in the code of the graph.
+    torch.fx names a node after its target. A node called "self" would replace the model in the Python of the graph.
     """
     return "self_1" if target == "self" else None

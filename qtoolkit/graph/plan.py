@@ -1,4 +1,4 @@
-"""What prepare decided, as data: the status of each op with its cause, and every quantized edge with its rule."""
+"""The decisions of prepare, as data: the status of each op with its cause, and every quantized edge with its rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,13 +91,13 @@ class Tracing:
 
 @dataclass(frozen=True)
 class Plan:
-    """What prepare decided.
+    """The decisions of prepare.
 
     Attributes:
         backend: The target.
         status: The verdict on each node, by its name.
-        kinds: The kind of op of each node, by its name, or of each layer of a model without a graph, by its dotted name. One
-            that is of another kind now was changed afterwards.
+        kinds: The kind of op of each node, by its name, or of each layer of a model without a graph, by its dotted name. A
+            node of another kind was changed afterwards.
         edges: Every quantized edge: weights, and tensors inside layers and leaf modules, included.
         inside: The verdict on each layer inside a leaf module, or of a model without a graph, by its dotted name.
         tracing: How the model was traced.

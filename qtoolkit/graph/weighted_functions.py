@@ -22,7 +22,7 @@ LAYERS: Mapping[tuple[str, int], type[QuantWeighted]] = {
     ("conv_transpose", 5): conv_transpose.QuantConvTranspose3d,
     ("linear", 2): linear.QuantLinear,
 }
-# The arguments behind input, weight and bias, by position, with their defaults.
+# The arguments after input, weight and bias, by position, with their defaults.
 GEOMETRY: Mapping[str, Mapping[str, int]] = {
     "conv": {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     "conv_transpose": {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
@@ -44,7 +44,7 @@ def bias_node(node: fx.Node) -> fx.Node | None:
 
 
 def rounding_of(bias: fx.Node | None) -> FunctionBias | None:
-    """Return what rounds a bias; None where nothing does."""
+    """Return the module that rounds a bias; None if there is none."""
     module = module_of(bias) if bias is not None and bias.op == "call_module" else None
     return module if isinstance(module, FunctionBias) else None
 
@@ -75,7 +75,7 @@ def layer_of(gm: QuantizedGraphModule, node: fx.Node) -> QuantWeighted | None:
 
 
 def geometry_of(node: fx.Node) -> dict[str, Any] | None:
-    """Return the arguments behind the bias; None where one is computed."""
+    """Return the arguments after the bias; None where one is computed."""
     names = GEOMETRY.get(kind_of(node).name, {})
     places = enumerate(names.items(), start=BIAS + 1)
     given = {name: argument(node, place, name, default) for place, (name, default) in places}

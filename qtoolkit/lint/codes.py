@@ -1,4 +1,4 @@
-"""How a file stores codes: types, scales, zero points, axes and biases. Rules of files alone."""
+"""How a file stores quantized values: types, scales, zero points, axes and biases. Rules for files only."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ INT4_BLOCKS = (64, 128)
 
 
 def stored(op: Op) -> Iterator[tuple[str, FileCodes]]:
-    """Return the codes of a quantizer, or of a layer's weight, each with what it is."""
+    """Return how a quantizer, or a layer's weight, is stored, each with its name in findings."""
     named = {"it": op.node.codes, "its weight": op.node.weight}
     return ((what, codes) for what, codes in named.items() if codes is not None)
 
@@ -26,7 +26,7 @@ def _zero_point(op: Op, backend: Backend) -> Iterator[Broken]:
     for what, codes in stored(op):
         if codes.is_asymmetric or (codes.has_zero_point and codes.zero_point is None):
             yield (
-                f"{what} has a zero point that is not the constant 0; {backend.name} computes symmetric codes only.",
+                f"{what} has a zero point that is not the constant 0; {backend.name} takes symmetric quantization only.",
                 "Quantize with symmetric=True, and store weights in int8 (weight_codes='int8' of export_onnx).",
             )
 
@@ -36,8 +36,8 @@ def _code_type(op: Op, backend: Backend) -> Iterator[Broken]:
         known = _types(backend, of_weight=codes is op.node.weight)
         if codes.dtype not in known:
             yield (
-                f"{what} has codes of type {codes.dtype}; {backend.name} computes in integers with {', '.join(known)}.",
-                f"Store {known[0]} codes, or leave the op in float.",
+                f"{what} is stored in {codes.dtype}; {backend.name} computes in integers with {', '.join(known)}.",
+                f"Store it in {known[0]}, or leave the op in float.",
             )
 
 
@@ -105,7 +105,7 @@ def _bias_scale(op: Op, backend: Backend) -> Iterator[Broken]:
         if c is not None and c.scale is not None
     ]
     if facts.bias.dtype != "INT32":
-        text = f"its bias has codes of type {facts.bias.dtype}; integer kernels add INT32."
+        text = f"its bias is stored in {facts.bias.dtype}; integer kernels add INT32."
     elif len(scales) < 3 or not _is_product(*scales):
         text = "the scale of its bias is not the product of the scales of its input and its weight."
     else:
@@ -139,7 +139,7 @@ def _blocks(op: Op, backend: Backend) -> Iterator[Broken]:
         return
     if op.kind.convolves or not op.kind.layer or weight.block_size not in INT4_BLOCKS:
         yield (
-            f"its weight has INT4 codes in blocks of {weight.block_size}; {backend.name} takes blocks of "
+            f"its weight is stored in INT4 in blocks of {weight.block_size}; {backend.name} takes blocks of "
             f"{' or '.join(map(str, INT4_BLOCKS))}, in linear layers.",
             f"Quantize with group_size={INT4_BLOCKS[0]}.",
         )

@@ -1,7 +1,8 @@
-"""How fast an engine may be: what it computes and moves in each type, and the time of a GPU that does nothing else.
+"""How fast an engine may be: its operations and bytes in each type, and the time of a GPU that does nothing else.
 
-An engine computes each tensor in the type that the file gives it. Its kernels are layers with what is fused into them: batch
-norms, activations, residual adds, chains of elementwise ops, and quantizers; an attention is one kernel where it is fused. A
+An engine computes each tensor in the type that the file gives it. Its kernels are layers with the ops that are fused into
+them: batch norms, activations, residual adds, chains of elementwise ops, and quantizers; an attention is one kernel where
+    it is fused. A
 kernel takes as long as its products at the peak of their type, or as its tensors at the bandwidth, whichever is longer. Real
 kernels reach neither, and each takes some microseconds to start: the estimate is a lower bound, and its use is to compare.
 """
@@ -60,7 +61,7 @@ GPUS: Mapping[GpuName, Gpu] = {
 
 @dataclass
 class Cost:
-    """What is computed and moved in one type.
+    """The operations and bytes of one type.
 
     Attributes:
         macs: Multiplications of matrix products and convolutions.
@@ -76,7 +77,7 @@ class Cost:
 
 @dataclass
 class Costs:
-    """What an engine computes and moves."""
+    """The operations and bytes of an engine."""
 
     of_types: dict[str, Cost] = field(default_factory=lambda: {name: Cost() for name in TYPES})
     seconds: float = 0.0
@@ -105,7 +106,7 @@ def is_pointwise(op: Op) -> bool:
 
 
 def costs_of(ops: Sequence[Op], backend: Backend, gpu: Gpu, in_float16: bool = False) -> Costs:
-    """Return what an engine of a file costs; with `in_float16`, that of the same model without quantizers, in float16."""
+    """Return the cost of an engine of a file; with `in_float16`, the cost of the same model without quantizers, in float16."""
     find_quantizers(ops, backend)
     return _Engine(ops, backend, in_float16).costs(gpu)
 
@@ -134,7 +135,7 @@ class _Engine:
         )
 
     def sources(self, op: Op) -> list[Op]:
-        """Return the ops that compute what an op takes, through views."""
+        """Return the ops that compute an op's inputs, through views."""
         return [self._maker(source) for source in op.inputs]
 
     def _maker(self, op: Op) -> Op:
@@ -151,7 +152,7 @@ class _Engine:
         return any(each.returned for each in reached([op], lambda op: filter(self._passes, op.users)))
 
     def _takes_in(self, source: Op, op: Op) -> bool:
-        """Return whether an op becomes a part of the kernel of one that computes its input."""
+        """Return whether an op becomes a part of the kernel that computes its input."""
         if source.is_input or source.is_quantizer or not is_pointwise(op) or self._is_returned(source):
             return False
         users = [user for user in self.users(source) if not user.is_quantizer]
@@ -187,7 +188,7 @@ class _Engine:
         return total
 
     def _cost(self, kernel: Iterable[Op], total: Costs) -> dict[str, Cost]:
-        """Return the cost of a kernel; quantizers behind another op are a part of it, and inputs cost nothing."""
+        """Return the cost of a kernel; quantizers after another op are a part of it, and inputs cost nothing."""
         found, parts, read = {name: Cost() for name in TYPES}, set(kernel), set[Op]()
         for op in parts:
             computed = self.type_of(op)
@@ -214,7 +215,7 @@ class _Engine:
         return not self.in_float16 and op.quantizer is not None
 
     def _written(self, op: Op, kernel: set[Op]) -> list[str]:
-        """Return the types in which an op writes its output: codes for quantizers, each once, and floats for others."""
+        """Return the types in which an op writes its output: integers for quantizers, each once, and floats for others."""
         users = [user for user in self.users(op) if user not in kernel]
         if self._gives_codes(op):
             return ["int8"] if users else []
@@ -236,7 +237,7 @@ def fused_attention(softmax: Op, backend: Backend, in_float16: bool = False) -> 
 
 
 def attention_of(softmax: Op) -> tuple[Op, ...]:
-    """Return a product of two activations, the ops up to a softmax, the softmax, and what leads to the product behind it.
+    """Return a product of two activations, the ops up to a softmax, the softmax, and the ops up to the product after it.
 
     The first and the last op are the products; () where there are none.
     """

@@ -20,8 +20,8 @@ class Finding:
     Attributes:
         where: The name of the op: of a model's graph, as a QConfigMapping takes it, and of a quantizer, the name of its
             submodule; of a file, the name of the node, or of its output where the node has none.
-        rule: What the target asks for, and what is found instead.
-        remedy: What to change.
+        rule: The demand of the target, and what is found instead.
+        remedy: The change to make.
         name: The name of the rule.
         source: Where the rule is documented or was measured.
     """
@@ -62,7 +62,7 @@ class GraphRule:
 
 
 def broken(rules: Iterable[LintRule | GraphRule], ops: Sequence[Op], backend: Backend) -> tuple[Finding, ...]:
-    """Return what breaks these rules, as far as the target has them, in the order of the ops."""
+    """Return the findings of these rules, as far as the target has them, in the order of the ops."""
     rules = [rule for rule in rules if rule.applies(backend)]
     find_quantizers(ops, backend)
     found: dict[Op, list[Finding]] = {op: [] for op in ops}

@@ -1,4 +1,4 @@
-"""What keeps a runtime from fusing the nodes of a file into integer kernels. Rules of files alone."""
+"""Why a runtime does not fuse the nodes of a file into integer kernels. Rules for files only."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Broken]:
     if op.kind.name not in backend.needs_quantized_output or not takes or not all(takes) or op.has_float_weight:
         return
     if not op.kind.multiplies and all(serves_others(source, op, backend) for source in op.inputs):
-        return  # it is float between ops on codes
+        return  # it is float between ops in integers
     last = _behind_moving_pairs(end_of_unit(op, backend), backend)
     floats = [user for user in last.users if not user.is_quantizer]
     if not users_behind(last, backend):  # only the graph returns it: it keeps its precision
@@ -40,14 +40,14 @@ def _float_output(op: Op, backend: Backend) -> Iterator[Broken]:
     if floats or last.returned:
         taker = repr(floats[0].name) if floats else "the graph's output"
         yield (
-            f"{with_article(op.kind)} is computed in integers only if all that take its output take it quantized, and "
+            f"{with_article(op.kind)} is computed in integers only if every op that takes its output takes it quantized, and "
             f"{taker} does not.",
-            f"Quantize the output of {last.name!r} once for all that take it, or none of its inputs.",
+            f"Quantize the output of {last.name!r} once for all of these, or none of its inputs.",
         )
 
 
 def _behind_moving_pairs(op: Op, backend: Backend) -> Op:
-    """Return the last of the ops behind an op past which onnxruntime moves a pair, or the op."""
+    """Return the last of the ops after an op past which onnxruntime moves a pair, or the op."""
     while len(op.users) == 1 and not op.returned and ONNXRUNTIME.runs(backend):
         if op.users[0].node.op_type not in PAIRS_MOVE_PAST:
             break
@@ -56,7 +56,7 @@ def _behind_moving_pairs(op: Op, backend: Backend) -> Op:
 
 
 def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Broken]:
-    """Find ops that move codes in float, and with them the ops behind them, because no pair stands between the two."""
+    """Find ops that move quantized values in float, and so the ops after them too, because no pair stands between the two."""
     name = op.node.op_type
     if op.quantizer is None or name not in backend.repeated_pairs or name in PAIRS_MOVE_PAST:
         return
@@ -66,7 +66,7 @@ def _unrepeated_pair(op: Op, backend: Backend) -> Iterator[Broken]:
         yield (
             f"{with_article(name)} moves quantized values, and {taker.name!r} takes them without a QuantizeLinear and "
             f"a DequantizeLinear between the two; {backend.name} then computes both in float.",
-            f"Repeat the pair of {op.quantizer.name!r} behind {op.name!r}, with the same scale and zero point.",
+            f"Repeat the pair of {op.quantizer.name!r} after {op.name!r}, with the same scale and zero point.",
         )
 
 
@@ -75,7 +75,7 @@ def _is_convolution(op: Op) -> bool:
 
 
 def _takes_codes(op: Op, backend: Backend) -> bool:
-    """Return whether an op that is no quantizer would take codes, or moves values to one that does."""
+    """Return whether an op that is no quantizer would take integers, or moves values to one that does."""
     if op.is_quantizer or op.has_float_weight:
         return False
     return backend.quantizes(op.kind) or (backend.role(op.kind) == "transparent" and is_taken_by_codes(op, backend))
@@ -89,18 +89,18 @@ def _mixed_types(op: Op, backend: Backend) -> Iterator[Broken]:
     types = {_type_as_run(codes) for q in (*behind, *after) if (codes := codes_of(q)) is not None}
     if len(types) > 1:
         yield (
-            f"its inputs and its output have codes of different types ({', '.join(sorted(types))}); integer kernels need one.",
+            f"its inputs and its output are stored in different types ({', '.join(sorted(types))}); integer kernels need one.",
             "Quantize all of them as UINT8.",
         )
 
 
 def _type_as_run(codes: FileCodes) -> str:
-    """Return the type of codes after onnxruntime has shifted INT8 to UINT8, which it does where one node takes them."""
+    """Return the integer type after onnxruntime has shifted INT8 to UINT8, which it does where one node takes them."""
     return "UINT8" if codes.dtype == "INT8" and codes.takers == 1 else codes.dtype
 
 
 def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Broken]:
-    """Find the ReLUs and clips that saturation does not replace, behind layers that would be fused without them."""
+    """Find the ReLUs and clips that saturation does not replace, after layers that would be fused without them."""
     codes = codes_of(op)
     before = op.inputs[0] if codes is not None and op.inputs else None
     if codes is None or before is None or not before.kind.clips:
@@ -119,9 +119,9 @@ def _activation_before_quantizer(op: Op, backend: Backend) -> Iterator[Broken]:
     if wrong:
         yield (
             f"{wrong} {before.name!r}, {layer.name!r} and it are not fused.",
-            "Quantize the output of the ReLU without a sign, with the zero point at the lowest code."
+            "Quantize the output of the ReLU without a sign, with the zero point at the lowest integer."
             if _is_relu(before)
-            else "Choose the scale so that the codes end at the bounds or inside them, and drop the Clip.",
+            else "Choose the scale so that the range ends at the bounds or inside them, and drop the Clip.",
         )
 
 
@@ -130,7 +130,7 @@ def _is_relu(op: Op) -> bool:
 
 
 def _unsaturated(activation: Op, quantizer: Op) -> str:
-    """Return why the range of the codes does not replace an activation; "" if they do."""
+    """Return why the range of the integers does not replace an activation; "" if it does."""
     codes, facts = codes_of(quantizer), activation.node
     if codes is None or codes.scale is None or codes.zero_point is None:
         return ""
@@ -139,13 +139,13 @@ def _unsaturated(activation: Op, quantizer: Op) -> str:
     scale, zero = np.float32(codes.scale.item()), int(codes.zero_point.item())
     if _is_relu(activation):
         below = codes.code_range[0] - zero
-        return f"its lowest code stands for {scale * below:.4g}, not 0:" if below else ""
+        return f"its lowest integer stands for {scale * below:.4g}, not 0:" if below else ""
     if facts.bounds is None:
         return "the bounds of the Clip are computed:"
     low, high = (scale * (code - zero) for code in codes.code_range)
     if facts.bounds[0] - low <= CLIP_ERROR and high - facts.bounds[1] <= CLIP_ERROR:
         return ""
-    return f"its codes reach from {low:.7g} to {high:.7g}, beyond the bounds of the Clip:"
+    return f"its range is {low:.7g} to {high:.7g}, beyond the bounds of the Clip:"
 
 
 def _inside_silu(op: Op, backend: Backend) -> Iterator[Broken]:

@@ -63,7 +63,7 @@ def _few_channels(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _is_worth_it(op: Op) -> bool:
-    """Return whether a small convolution has kernels of its own: the first, those by eights, and depthwise ones."""
+    """Return whether a small convolution has its own kernels: the first, depthwise ones, and channels in multiples of eight."""
     origins = [_origin(source) for source in op.inputs]
     first = all(source is not None and source.is_input for source in origins)
     layer = op.layer

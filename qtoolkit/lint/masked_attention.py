@@ -1,4 +1,4 @@
-"""Sums of attention scores with a mask or a bias. They stay float: a mask's large negative values would take all codes."""
+"""Sums of attention scores with a mask or a bias. They stay float: a mask's large negative values would fill the range."""
 
 from collections.abc import Callable, Iterator
 
@@ -52,7 +52,7 @@ def _quantized(op: Op, backend: Backend) -> Iterator[Broken]:
         op, lambda softmax: backend.role(softmax.kind) == "float"
     ):
         yield (
-            "the sum of attention's scores and a mask is quantized; a mask's large negative values would take all codes.",
+            "the sum of attention's scores and a mask is quantized; a mask's large negative values would fill its range.",
             "Leave both inputs of this add in float.",
         )
 

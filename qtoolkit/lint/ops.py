@@ -1,4 +1,4 @@
-"""The ops that rules read, of a model's graph and of a file in one form, and how a file stores codes."""
+"""The ops that rules read, of a model's graph and of a file in one form, and how a file stores quantized values."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable
@@ -13,20 +13,20 @@ from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import NO_OPS
 from qtoolkit.runtimes.execution import Array
 
-# The first opsets whose QuantizeLinear has an axis, and blocks; and a type of codes, by the beginning of its name.
+# The first opsets whose QuantizeLinear has an axis, and blocks; and an integer type, by the beginning of its name.
 AXIS_OPSET, BLOCKS_OPSET = 13, 21
 OPSETS = {"FLOAT8": 19, "INT16": 21, "UINT16": 21, "INT4": 21, "UINT4": 21, "FLOAT4": 23, "INT2": 25, "UINT2": 25}
 
 
 def first_opset(dtype: str, *, by_axis: bool, blocks: bool) -> int:
-    """Return the first opset whose QuantizeLinear has a type of codes, by ONNX's name, an axis and blocks."""
+    """Return the first opset whose QuantizeLinear has an integer type, by ONNX's name, an axis and blocks."""
     of_type = next((opset for name, opset in OPSETS.items() if dtype.startswith(name)), 10)
     return max(of_type, AXIS_OPSET * by_axis, BLOCKS_OPSET * blocks)
 
 
 @dataclass(frozen=True, eq=False)
 class FileCodes:
-    """A QuantizeLinear, or a DequantizeLinear whose codes the file stores."""
+    """A QuantizeLinear, or a DequantizeLinear whose input the file stores."""
 
     dtype: str  # ONNX's name of the type of the codes: "INT8", "UINT8", "FLOAT8E4M3FN"
     scale: Array | None  # the scale; None where it is computed
@@ -34,11 +34,11 @@ class FileCodes:
     has_zero_point: bool  # whether the node has a zero point
     axis: int | None  # the axis that the scales run along; None for one scale
     block_size: int  # the number of elements along the axis that share a scale; 0 without blocks
-    takers: int = 1  # how many nodes take the codes
+    takers: int = 1  # how many nodes take the integers
 
     @property
     def bits(self) -> int:
-        """The width of the codes."""
+        """The bits of a quantized value."""
         found = re.search(r"\d+", self.dtype)
         return int(found.group()) if found else 0
 
@@ -49,7 +49,7 @@ class FileCodes:
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """The lowest and the highest code of the type; (0, 0) of a type that is no integer."""
+        """The lowest and the highest value of the type; (0, 0) of a type that is no integer."""
         if self.dtype not in ("INT8", "UINT8", "INT16", "UINT16", "INT4", "UINT4"):
             return 0, 0
         half = 1 << self.bits - 1
@@ -57,7 +57,7 @@ class FileCodes:
 
     @property
     def grid(self) -> Hashable:
-        """What distinguishes this grid from others."""
+        """The values that distinguish this grid from others."""
         scale, zero = (
             None if a is None else np.asarray(a, np.float32).tobytes() for a in (self.scale, self.zero_point)
         )
@@ -71,10 +71,10 @@ class FileNode:
     op_type: str  # its op
     domain: str  # the domain of its op, "" for ONNX's own
     opset: int  # the opset of the file
-    codes: FileCodes | None = None  # of a quantizer, its codes
-    weight: FileCodes | None = None  # of a layer, the codes of its weight; None where it stays float
-    bias: FileCodes | None = None  # of a layer, the codes of its bias; None where it stays float or has none
-    # of a clip, its bounds, infinite where it has none; None of other nodes, and where they are computed
+    codes: FileCodes | None = None  # of a quantizer: how it is stored
+    weight: FileCodes | None = None  # of a layer: how its weight is stored; None where it stays float
+    bias: FileCodes | None = None  # of a layer: how its bias is stored; None where it stays float or has none
+    # of a clip, its bounds, infinite where it has none; None for other nodes, and where they are computed
     bounds: tuple[float, float] | None = None
     # of an average pool, whether its windows may reach beyond the padded input (`ceil_mode`), and whether padding counts
     reaches_beyond: bool = False
@@ -92,7 +92,7 @@ class FileNode:
 class WeightFacts:
     """How a weight is quantized."""
 
-    bits: int  # the width of its codes
+    bits: int  # the bits of its integers
     axis: int | None  # the axis that its scales run along; None for one scale
     blocks: bool = False  # whether groups along the axis have scales of their own
     block_size: int = 0  # the number of elements in a group, in a file
@@ -129,7 +129,7 @@ class Op:
     returned: bool = False  # whether the graph returns its output
     node: Any = None  # its node: in a file, the FileNode that `qtoolkit.export.files.ops` makes of it
     # the quantizer that its output comes from, through ops that only move values: itself, for a quantizer; of a concat whose
-    # inputs have one grid, the first input's; None of a float tensor. `find_quantizers` sets it
+    # inputs have one grid, the first input's; None for a float tensor. `find_quantizers` sets it
     quantizer: "Op | None" = None
 
     @property
@@ -154,7 +154,7 @@ class Op:
 
 
 def codes_of(op: Op | None) -> FileCodes | None:
-    """Return the codes of a quantizer of a file; None of no quantizer."""
+    """Return how a quantizer of a file stores values; None for other ops."""
     return None if op is None else op.node.codes
 
 

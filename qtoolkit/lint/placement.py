@@ -1,4 +1,4 @@
-"""Where quantizers stand: rules that hold for the graphs of models and for files.
+"""The places of quantizers: rules that hold for the graphs of models and for files.
 
 The rules come from TensorRT's documentation on the placement of Q/DQ ("Working with Quantized Types"), from NVIDIA Model
 Optimizer's ONNX quantizer, and from the backend's table. The backend's fields say which of them apply.
@@ -26,7 +26,7 @@ def _inside_a_unit(op: Op, backend: Backend) -> Iterator[Broken]:
     if begins and fused and takes_into_unit(layer.kind, user.kind, backend):
         yield (
             f"a quantizer stands between {source.name!r} and {user.name!r}, which the target computes as one.",
-            f"Move it behind {user.name!r}.",
+            f"Move it after {user.name!r}.",
         )
 
 
@@ -53,7 +53,7 @@ def _some_inputs(op: Op, backend: Backend) -> Iterator[Broken]:
 def _inside_attention(source: Op, backend: Backend) -> bool:
     """Return whether a tensor is attention's probabilities, on a target whose one op of attention has no quantizer there.
 
-    Of the targets with kernels for the other product, such as OpenVINO: see `qtoolkit.backends`.
+    For targets with kernels for the other product, such as OpenVINO: see `qtoolkit.backends`.
     """
     probabilities = origin(source, lambda kind: kind.returns_input)
     is_softmax = probabilities is not None and probabilities.kind.normalizes_scores
@@ -77,7 +77,7 @@ def _requantized(op: Op, backend: Backend) -> Iterator[Broken]:
     before = op.inputs[0].quantizer
     if before is not None and before.grid != op.grid:
         yield (
-            f"it quantizes again, with another scale or zero point, what {before.name!r} has quantized and ops only move.",
+            f"it quantizes the output of {before.name!r} again, with another scale or zero point.",
             f"Give both the same scale and zero point, or remove {op.name!r}.",
         )
 
@@ -103,7 +103,7 @@ def _pad_before_quantizer(op: Op, backend: Backend) -> Iterator[Broken]:
     before = pad.quantizer
     if before is None or before.grid != op.grid:
         yield (
-            f"the quantizer comes after {pad.name!r}, which then cannot become part of the layer behind it.",
+            f"the quantizer comes after {pad.name!r}, which then cannot become part of the layer after it.",
             f"Move it before {pad.name!r}.",
         )
 

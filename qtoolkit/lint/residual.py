@@ -34,7 +34,7 @@ def layer_before(op: Op) -> Op | None:
 
 
 def fusing_layer(op: Op) -> Op | None:
-    """Return the quantized layer that computes a tensor, and an add behind it with it."""
+    """Return the quantized layer that computes a tensor, and an add after it with it."""
     layer = layer_before(op)
     return layer if layer is not None and layer.kind.fuses_add else None
 

@@ -1,7 +1,7 @@
 """Why an engine of a file is no faster than one in float16: rules of files for targets that take the types of a file.
 
-Their networks are strongly typed: what a file has in float32 is computed in float32. The rules are advice: a file that breaks
-one is computed as planned.
+Their networks are strongly typed: tensors that are float32 in a file are computed in float32. The rules are advice: a file
+that breaks one is computed as planned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def _float32_floats(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
         layers = len(computing) - len(floats)
         yield (
             computing[0],
-            f"all that this file does not quantize is float32: {len(floats)} ops beside {layers} on codes. {backend.name} "
+            f"all floats of this file are float32: {len(floats)} ops beside {layers} in integers. {backend.name} "
             f"computes each tensor in the type that the file gives it: these ops take twice the bytes of float16 and slower "
             f"kernels, so that the engine may be slower than one in float16.",
             TO_FLOAT16,
@@ -47,13 +47,13 @@ def _float32_floats(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
 
 
 def _is_in_float32(ops: Sequence[Op]) -> bool:
-    """Return whether no float of a file is float16, the inputs and what casts them left out."""
+    """Return whether no float of a file is float16, without the inputs and their Casts."""
     types = {float_type(op) for op in ops if not (op.is_input or op.is_quantizer) and op.node.op_type != "Cast"}
     return "float32" in types and "float16" not in types
 
 
 def _float32_island(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
-    """Find ops in float32 that a file in float16 has between others, but for those that lose accuracy in float16."""
+    """Find ops in float32 that a file in float16 has between others, except ops that lose accuracy in float16."""
     if _is_in_float32(ops):
         return
     left = [op for op in ops if _is_float32(op)]
@@ -75,7 +75,7 @@ def _is_float32(op: Op) -> bool:
 
 
 def _cast_between(op: Op, backend: Backend) -> Iterator[Broken]:
-    """Find Casts of floats that are not at the ends of the file, nor at the border of what is float32."""
+    """Find Casts of floats that are not at the ends of the file, nor at the border of ops in float32."""
     source = origin(op.inputs[0], lambda kind: kind.returns_input or kind.moves) if op.inputs else None
     if op.node.op_type != "Cast" or source is None or not float_type(op) or not float_type(source):
         return
@@ -94,7 +94,7 @@ def _cast_between(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _convolution_on_codes(op: Op, backend: Backend) -> LayerFacts | None:
-    """Return what is known of a convolution that computes in integers; None for any other op."""
+    """Return the facts about a convolution that computes in integers; None for any other op."""
     return op.layer if op.kind.convolves and is_on_codes(op, backend) else None
 
 
@@ -117,7 +117,7 @@ def _grouped(op: Op, backend: Backend) -> Iterator[Broken]:
         return
     what = "depthwise convolution" if layer.groups == layer.inputs else f"convolution in {layer.groups} groups"
     yield (
-        f"a {what} does not use tensor cores in int8: it saves bytes, and no products, and may be slower than in float16.",
+        f"a {what} does not use tensor cores in int8: it saves bytes, but no products, and may be slower than in float16.",
         "Measure it alone in both types, and leave it in float where that is faster.",
     )
 
@@ -142,7 +142,7 @@ def _lone_layer(op: Op, backend: Backend) -> Iterator[Broken]:
 
 
 def _float_maker(source: Op) -> Op | None:
-    """Return the op that computes a quantized tensor, through what belongs to it."""
+    """Return the op that computes a quantized tensor, through ops that are fused into it."""
     return origin(source, lambda kind: belongs_to_layer(kind) or kind.moves or kind.activation or kind.elementwise)
 
 
@@ -160,7 +160,7 @@ def _unfused_attention(op: Op, backend: Backend) -> Iterator[Broken]:
     scale = next((each for each in attention[1 : attention.index(op)] if each.kind.with_constant), None)
     if scale is not None:
         yield (
-            f"{scale.name!r} scales the scores behind the product; the target asks for scaled queries or keys before it.",
+            f"{scale.name!r} scales the scores after the product; the target asks for scaled queries or keys before it.",
             "Multiply the queries by the scale.",
         )
 

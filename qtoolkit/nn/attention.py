@@ -21,9 +21,9 @@ from qtoolkit.running import Run, running
 
 IN_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 InputCodes = tuple[TensorCodes | None, TensorCodes | None, TensorCodes | None]
-"""The codes of query, key and value, where they have some."""
+"""The integers of query, key and value, where they have some."""
 Input = tuple[Tensor, TensorCodes | None]
-"""One of them, and its codes, if it has some."""
+"""One of them, and its integers, if it has some."""
 SHARED = {
     (True, True): ("qkv",),
     (True, False): ("qk", "v"),
@@ -55,11 +55,11 @@ class Parts:
         self.attention = attention
 
     def quantized(self, run: Run, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
-        """Return x quantized by the quantizer of this name, or x itself without one, and its codes, if it has some."""
+        """Return x quantized by the quantizer of this name, or x itself without one, and its integers, if it has some."""
         return quantized_for(run, self.attention.training_arithmetic, getattr(self.attention, name), x)
 
     def projected(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return a projection of x, which has these codes."""
+        """Return a projection of x, which has these integers."""
         return projection(run, x, input_codes)
 
 
@@ -69,7 +69,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     It quantizes the weights of the projections and the inputs of each matrix product: scaled query and key, softmax output
     and value, and the input of the output projection. The module's own inputs are quantized by the graph pass, or by
     `input_quantizer`, one for query, key and value. Masks, biases and softmax stay float. Both `need_weights` modes
-    compute the same ops; no fused float kernel is used. Where the masks leave a query no key, its output before the output
+    compute the same ops; no fused float kernel is used. If the masks leave a query no key, its output before the output
     projection is 0, as in torch's module without weights, which returns NaN with them.
 
     Args:
@@ -79,7 +79,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         **kwargs: Keyword arguments of torch.nn.MultiheadAttention.
 
     Attributes:
-        sources: The sources of query, key and value in training, one object for those that are one tensor.
+        sources: The sources of query, key and value in training, one object for inputs that are one tensor.
 
     Example:
         >>> layer = QuantMultiheadAttention(8, 2, batch_first=True, weight_spec=qt.QuantSpec(axis=0))
@@ -152,7 +152,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments and results are torch.nn.MultiheadAttention's.
 
-        `input_codes` are the codes of query, key and value, and `parts` computes inside of the module: the code of a prepared
+        `input_codes` are the integers of query, key and value, and `parts` computes inside it: the forward of a prepared
         model passes both.
 
         Raises:
@@ -210,7 +210,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     def _quantize_inputs(
         self, run: Run, inputs: tuple[Tensor, Tensor, Tensor], batched: bool, input_codes: InputCodes
     ) -> list[Input]:
-        """Quantize each distinct tensor once, and give one without a batch a batch of 1, behind its length."""
+        """Quantize each distinct tensor once, and give one without a batch a batch of 1, after its length."""
         # Compared as objects, as torch does it: equal values in two tensors may have two sources, and need two gradients.
         query, key, value = inputs
         q = self._quantize_input(run, query, batched, input_codes[0])
@@ -266,7 +266,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         return [*self.in_projections(self.sources), self.out_projection]
 
     def _project(self, run: Run, inputs: list[Input], by: Parts) -> list[Tensor]:
-        """Return the projected query, key and value; `inputs` are their values, each with its codes."""
+        """Return the projected query, key and value; `inputs` are their values, each with its integers."""
         found: list[Tensor] = []
         for projection in self.in_projections([x for x, _ in inputs]):
             x, input_codes = inputs[len(found)]

@@ -69,7 +69,7 @@ class LinkedBatchNorm(nn.Module):
     frozen: bool
     float_type: type[nn.Module]
     # The running variance with which the present step of the training quantizes, and the clock when it was taken, which is
-    # no buffer: DistributedDataParallel would replace it by that of rank 0, whose process has another clock.
+    # no buffer: DistributedDataParallel would replace it by rank 0's, whose process has another clock.
     _variance_of_step: Tensor | None
     _taken: Tensor
 
@@ -162,21 +162,21 @@ class LinkedBatchNorm(nn.Module):
 
 
 class QuantBatchNorm1d(LinkedBatchNorm, nn.BatchNorm1d):
-    """torch.nn.BatchNorm1d behind a QAT layer."""
+    """torch.nn.BatchNorm1d after a QAT layer."""
 
 
 class QuantBatchNorm2d(LinkedBatchNorm, nn.BatchNorm2d):
-    """torch.nn.BatchNorm2d behind a QAT layer."""
+    """torch.nn.BatchNorm2d after a QAT layer."""
 
 
 class QuantBatchNorm3d(LinkedBatchNorm, nn.BatchNorm3d):
-    """torch.nn.BatchNorm3d behind a QAT layer."""
+    """torch.nn.BatchNorm3d after a QAT layer."""
 
 
 class QuantSyncBatchNorm(LinkedBatchNorm, nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm behind a QAT layer.
+    """torch.nn.SyncBatchNorm after a QAT layer.
 
-    In a process group of several ranks its op is the one that may also compute what is around it, on the CPU too. So a rank
+    In a process group of several ranks it uses the op that may also compute its neighbours, on the CPU too. So a rank
     that calls the modules one by one takes part in the same all-reduces as the others. Otherwise it is torch's.
     """
 
@@ -264,8 +264,8 @@ def identity_of(bn: nn.Module) -> nn.Identity:
 
 
 NONE_LINKED = (
-    "no batch norm in the model is linked to a quantized layer, so that none is frozen: it has none, they were folded since it "
-    "was prepared in eval mode, or they run in float, for which qtoolkit.quantization_report gives the reasons."
+    "no batch norm in the model is linked to a quantized layer, so none is frozen: it has none, prepare folded them in eval "
+    "mode, or they run in float (qtoolkit.quantization_report gives the reasons)."
 )
 
 
@@ -276,7 +276,7 @@ def freeze_batch_norm(model: nn.Module) -> None:
     trained. This is the second phase of training with strategy "std_correction", and can follow any other strategy.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it. Batch norms that are not
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or a part of it. Batch norms that are not
             linked to a QAT layer are not changed.
 
     Warns:
@@ -338,9 +338,10 @@ def has_linked(model: nn.Module) -> bool:
 def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Let the norms that are in training mode normalize by each batch's statistics, also in a model put in eval mode.
 
-    They are batch norms, and instance norms with running statistics. Their running statistics are the same afterwards. Norms in
-    eval mode, frozen ones too, keep the running ones; so does a SyncBatchNorm, which would wait for ranks with fewer batches.
-    The function that the block gets says whether the next forwards do so; False takes the running statistics.
+    They are batch norms, and instance norms with running statistics. Their running statistics are the same afterwards.
+    Norms in eval mode, frozen ones too, keep the running ones. A SyncBatchNorm keeps them too: it would wait for ranks
+    with fewer batches. The function that the block gets says whether the next forwards do so; False takes the running
+    statistics.
     """
     batch_norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d  # without SyncBatchNorm
     kinds = batch_norms | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
@@ -363,7 +364,7 @@ def batch_statistics(model: nn.Module) -> Iterator[Callable[[bool], None]]:
 
 @contextmanager
 def values_of_channels(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Count the values that each batch norm normalizes by their own statistics: those of a channel, in the largest batch.
+    """Count the values that each batch norm normalizes by their own statistics: the values of a channel, in the largest batch.
 
     The dict that the block gets has them by the names of the batch norms.
     """
@@ -408,7 +409,7 @@ def track(
     offset: Tensor | None = None,
     totals: Tensor | None = None,
 ) -> None:
-    """Update the running statistics as torch's batch norms do, by those that `qtoolkit.ops.batch_norm_fake_quant` returns.
+    """Update the running statistics as torch's batch norms do, by statistics from `qtoolkit.ops.batch_norm_fake_quant`.
 
     The variance is the biased one of `count` values of a channel, or of as many as the `totals` of all ranks have. The
     statistics are of the batch norm's input times `divisor`, without the `offset` that is added to the batch.
@@ -427,7 +428,7 @@ def track(
 
 
 def running_variance(bn: Any) -> Tensor:
-    """Return the running variance; in compiled code a copy, which backward uses after forward has updated the buffer."""
+    """Return the running variance; in a compiled forward a copy, which backward uses after forward has updated the buffer."""
     if bn.running_var is None or bn.running_mean is None:
         raise ValueError("a batch norm without running statistics cannot be folded; set track_running_stats=True.")
     run = running()
@@ -440,8 +441,9 @@ def step_variance(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm) -> Tens
     """Return the running variance before the first forward of the present training step.
 
     The weight is quantized with it, on scales that have taken its factor. Each forward moves the statistics, but gradient
-    checkpointing runs a forward once more in backward, and must then see what the first one saw. A step begins with the first
-    forward after an optimizer of this process has taken one (see `qtoolkit.quantizers.step_clock`), or `train()` was called.
+    checkpointing runs a forward once more in backward, and must then see the values of the first one. A step begins with
+    the first forward after an optimizer of this process has taken one (see `qtoolkit.quantizers.step_clock`), or `train()`
+    was called.
     """
     if not run.compiled and not bn.holds_like_running():
         bn.hold_variance()
@@ -524,7 +526,7 @@ def bn_scaled_output(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, comp
 
 
 def unscaled(layer: "QuantWeighted", out: Tensor, factor: Tensor) -> Tensor:
-    """Return a layer's output from what `bn_scaled_output` returns."""
+    """Return a layer's output from the result of `bn_scaled_output`."""
     y, bias = out / layer.along_channels(factor), layer.bias
     if bias is not None and process_group_of(layer.batch_norm) is not None:
         bias = bias.detach() + 0 * bias  # the gradients of all ranks add up to zero, which a unit returns too

@@ -132,7 +132,7 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         return x.repeat_interleave(query.size(-3) // x.size(-3), -3), None
 
     def _summand(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return what is added to the scores, or None."""
+        """Return the summand of the scores, or None."""
         if self.is_causal:
             mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         return as_summand(~mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask

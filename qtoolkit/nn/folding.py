@@ -1,4 +1,4 @@
-"""Layers with a batch norm behind them, which folds into weight and bias."""
+"""Layers with a batch norm after them, which folds into weight and bias."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ from qtoolkit.unregistered import Unregistered
 
 
 class FoldsBatchNorm(LayerOp, QuantModule):
-    """A layer that may be linked to the batch norm behind it: its weight is then quantized as folding would scale it."""
+    """A layer that may be linked to the batch norm after it: its weight is then quantized as folding would scale it."""
 
     _linked_batch_norm: Unregistered[LinkedBatchNorm] | None = None
     _holds_batch_norm: bool = False  # linked or folded
@@ -67,7 +67,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         self._holds_batch_norm_before = True
 
     def _set_folded(self, weight: Tensor, bias: Tensor, masks: Mapping[str, Tensor]) -> None:
-        dtype = self.weight.dtype  # a batch norm may be in float32 behind a layer in half precision
+        dtype = self.weight.dtype  # a batch norm may be in float32 after a layer in half precision
         self.weight = nn.Parameter(weight.to(dtype), self.weight.requires_grad)
         self.bias = nn.Parameter(bias.to(dtype), self.weight.requires_grad)
         mask(self, masks)
@@ -96,7 +96,7 @@ class FoldsBatchNorm(LayerOp, QuantModule):
         return weight if factor is None else self.scale_output_channels(weight, factor)
 
     def _followed(self, factor: Tensor | None) -> Tensor:
-        """Return the tensor whose range one that follows the weight takes in this forward.
+        """Return the tensor that gives a range its values in this forward, if the range follows the weight.
 
         In eval mode it is convert's: a factor of zero leaves no range, and the bias is rounded in steps of the scale.
         """
@@ -110,8 +110,9 @@ class FoldsBatchNorm(LayerOp, QuantModule):
     def takes_factor(self) -> bool:
         """Whether the weight's scales are in units of the weight, as the papers train them.
 
-        The weight is quantized times the factor of a linked batch norm. Each training step scales of any value take the change
-        of the factor: one for each output channel its own, one for all the change of the root of the mean square.
+        The weight is quantized times the factor of a linked batch norm. In each training step, scales of any value
+        follow the change of the factor: a scale for each output channel follows its channel, one for all follows the
+        root of the mean square.
         """
         quantizer, bn = self.weight_quantizer, self.batch_norm
         constant = bn is None or isinstance(bn, QuantFrozenBatchNorm)

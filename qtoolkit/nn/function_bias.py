@@ -9,7 +9,7 @@ from qtoolkit.unregistered import Unregistered
 class FunctionBias(nn.Module):
     """Rounds the bias of a function to the grid of its integer sums: the module of a node that a graph pass inserts.
 
-    The layer computes what the function does, with the weight's quantizer, and is linked to the input's quantizer.
+    The layer computes the same as the function, with the weight's quantizer, and is linked to the input's quantizer.
     """
 
     def __init__(self, layer: QuantWeighted) -> None:

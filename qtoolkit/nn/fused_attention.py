@@ -1,4 +1,4 @@
-"""torch's fused attention on the CPU, which in training keeps codes of query, key and value for backward.
+"""torch's fused attention on the CPU, which in training keeps query, key and value as integers for backward.
 
 The fused ops are private to torch, and nothing else in the package asks for them; the library's op calls them. Without them
 attention keeps floats.
@@ -31,7 +31,7 @@ _fused_attention = library.fused_attention.default
 def attention_of(how: Product) -> Callable[..., Tensor]:
     """Return the function that computes torch.nn.functional.scaled_dot_product_attention as `attention` does.
 
-    It takes what runs, and the codes of query, key and value or None, before them.
+    It takes the run, and the integers of query, key and value or None, before them.
     """
 
     def computed(
@@ -61,15 +61,15 @@ def attention(
     scale: float | None = None,
     **no_others: Any,
 ) -> Tensor:
-    """Return scaled dot-product attention, keeping codes of inputs on grids for backward where torch takes its fused op.
+    """Return scaled dot-product attention, keeping quantized inputs as integers for backward where torch takes its fused op.
 
     Values and gradients are torch's, bit for bit.
 
     Args:
         run: What runs the forward.
         inputs: Query, key and value.
-        sources: For each of them the quantizer on whose grid its values lie, or None.
-        input_codes: The codes of each of them, or None.
+        sources: The quantizer of each of them, or None.
+        input_codes: The integers of each of them, or None.
         arithmetic: What to keep.
         attn_mask: None.
         dropout_p: 0.
@@ -91,10 +91,10 @@ def attention(
 
 
 def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmetic) -> str:
-    """Return what the attention keeps for backward, in words."""
+    """Return which tensors the attention keeps for backward, in words."""
     has_codes = any(source is not None and source.capability.codes for source in sources)
     keeps = arithmetic.save == "codes" and HAS_FUSED and has_codes
-    return f"float, saves {'codes on a CPU' if keeps else 'floats'}"
+    return f"float, saves {'integers on a CPU' if keeps else 'floats'}"
 
 
 def _fits(run: Run, inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float | None) -> bool:

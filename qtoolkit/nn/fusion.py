@@ -45,14 +45,14 @@ NOT_ADDED = Refusal(Cause.CALL, "its residual has another shape, type or device"
 
 
 class Unit(NamedTuple):
-    """What one op computes of modules in a row.
+    """The part of a row of modules that one op computes.
 
     Attributes:
         layer: Why the layer has to be called as a module, and its output unscaled; None where it need not.
         whole: Whether the op computes the layer too. Otherwise it takes the layer's output.
         folded: Whether the layer computes its batch norm, by constants.
-        bounds: What it computes for the activation, if there is one; None where that is called behind it.
-        quantizer: The quantizer that it computes; None where that is called behind it, or there is none.
+        bounds: The bounds of the activation, if the op computes one; None where that is called after it.
+        quantizer: The quantizer that it computes; None where that is called after it, or there is none.
         end: Why it does not compute all that follows; None where it does.
     """
 
@@ -74,14 +74,14 @@ def fusion(
     *,
     in_training: bool = False,
 ) -> Unit | Refusal:
-    """Return what one op computes of modules in a row, as they are now; or why none computes the first of them.
+    """Return the part of a row of modules that one op computes, as they are now; or why none computes the first of them.
 
     Args:
         run: What runs the forward.
         layer: A QAT layer or a projection of an attention; or why none is called before the batch norm.
-        batch_norm: The batch norm behind it, or alone.
+        batch_norm: The batch norm after it, or alone.
         adds: Whether the op may add the residual, if there is one.
-        activation: The activation behind a batch norm, or what it computes if it is a function. Without a batch norm, the
+        activation: The activation after a batch norm, or its bounds if it is a function. Without a batch norm, the
             module of the function before a quantizer.
         quantizer: The quantizer at the end.
         in_training: Whether a batch norm counts as in training mode, for a report.
@@ -174,7 +174,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _is_constant_enough(bn: Any, folded: bool) -> bool:
-    """Return whether the op of a whole layer computes its batch norm, whose numbers it is told once."""
+    """Return whether the op of a whole layer computes its batch norm, whose numbers it gets once."""
     if bn.running_var is None or not (folded or bn.momentum is not None):
         return False
     kind = Tensor if type(bn) is QuantFrozenBatchNorm else nn.Parameter
@@ -182,7 +182,7 @@ def _is_constant_enough(bn: Any, folded: bool) -> bool:
 
 
 def _of_activation(activation: nn.Module | Bounds | None) -> tuple[Bounds | None, Refusal | None]:
-    """Return what the op computes for an activation behind a batch norm, or why it does not."""
+    """Return the bounds of an activation after a batch norm that the op computes, or why it does not."""
     if not isinstance(activation, nn.Module):
         return activation or NO_BOUNDS, None
     bounds = bounds_of_module(activation)

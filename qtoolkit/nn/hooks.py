@@ -1,4 +1,4 @@
-"""Whether somebody watches the calls of a module: then it must be called as a module, on the values that it documents."""
+"""Whether hooks watch the calls of a module: then it must be called as a module, on the values that it documents."""
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -22,7 +22,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module has hooks, or a forward of its own that somebody has set."""
+    """Return whether a module has hooks, or a forward that was set on it."""
     return has_hooks(module) or "forward" in module.__dict__
 
 
@@ -34,6 +34,6 @@ def all_watched() -> bool:
 def is_ordinary(run: Run, x: object) -> bool:
     """Return whether ops may compute x by other ops than the model's own: it is a plain tensor on a CPU or CUDA device.
 
-    They may not for a proxy or a tensor subclass, nor where `Run.own_ops` is False.
+    They may not for a proxy or a tensor subclass, or if `Run.own_ops` is False.
     """
     return type(x) is Tensor and x.device.type in ("cpu", "cuda") and run.own_ops

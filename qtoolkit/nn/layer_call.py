@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a tensor come from.
+    """The origin of a tensor's values.
 
     Attributes:
-        holder: The module that holds the quantizer on whose grid they lie.
+        holder: The module that holds the quantizer of the values.
         name: The quantizer's name there: another quantizer may take its place at any time.
-        dropouts: The dropouts behind it: a schedule may change their probabilities, which were 0, at any time.
+        dropouts: The dropouts after it: a schedule may change their probabilities, which were 0, at any time.
     """
 
     holder: nn.Module
@@ -39,7 +39,7 @@ class Source:
         return None if any(dropout.training and dropout.p for dropout in self.dropouts) else self.quantizer
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules on which it depends what the source is."""
+        """Return the modules on which the source depends."""
         quantizer = self.quantizer
         return [self.holder, *([] if quantizer is None else [quantizer]), *self.dropouts]
 
@@ -49,14 +49,14 @@ class LayerCall:
     """One of the calls of a layer, or all of them where they are alike. A layer without a graph has one, too.
 
     The calls share the layer's weight and its quantizer. So methods take the layer, which a call does not hold: a call without
-    a layer can be shared by copies of it, and no layer keeps itself alive. A pass that changes what a call is linked to gives
+    a layer can be shared by copies of it, and no layer keeps itself alive. A pass that changes the links of a call gives
     the layer new calls: decisions about the layer hold as long as its attributes are the same objects.
 
     Attributes:
         number: Its number among the calls of the layer. The node of a call names it where it is not 0.
         source: The source of the input in training; None: the input may have any values.
-        integer_bias: Whether the target adds the bias to integer sums of products of codes.
-        sums_over: The source of the codes of the input in these sums; None: the layer's own input quantizer, if it has one.
+        integer_bias: Whether the target adds the bias to integer sums.
+        sums_over: The source of the input in these sums; None: the layer's own input quantizer, if it has one.
     """
 
     number: int = 0
@@ -72,7 +72,7 @@ class LayerCall:
         return own if own is not None or self.source is None else self.source.now()
 
     def summed_quantizer(self, layer: "QuantWeighted") -> Quantizer | None:
-        """Return the quantizer over whose codes the target sums; None where it adds the bias in float."""
+        """Return the quantizer of the input in the target's integer sums; None where it adds the bias in float."""
         source = None if self.sums_over is None else self.sums_over.quantizer
         return source or (layer.input_quantizer if self.integer_bias else None)
 
@@ -105,5 +105,5 @@ class LayerCall:
         return f"integer_kernel_{self.number}" if self.number else "integer_kernel"
 
     def kernel(self, layer: "QuantWeighted") -> Any:
-        """Return the `qtoolkit.integer.kernels.LayerKernel` that computes the call on codes, or None."""
+        """Return the `qtoolkit.integer.kernels.LayerKernel` that computes the call in integers, or None."""
         return getattr(layer, self.kernel_name, None)

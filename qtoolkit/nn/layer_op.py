@@ -1,4 +1,4 @@
-"""What a type of layers computes, and how the output channels lie in its weight."""
+"""The op of a type of layers, and how the output channels lie in its weight."""
 
 from typing import Any, ClassVar
 
@@ -10,21 +10,21 @@ from qtoolkit.quantizers.quantizer import Quantizer
 
 
 class LayerOp:
-    """The float op of a layer with one weight. Subclasses override what is not as in a linear layer."""
+    """The float op of a layer with one weight. Subclasses override methods that differ from a linear layer's."""
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
 
     weight: Any  # a Parameter, and a Parameter or None: torch's classes declare them differently
     bias: Any
     weight_quantizer: Quantizer | None
-    updated_channels: Tensor | None  # those of whose weights a training computes the gradients, int64; None for all
+    updated_channels: Tensor | None  # the channels whose weights get gradients in training, int64; None for all
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the float layer with this weight and bias."""
         raise NotImplementedError
 
     def geometry(self, x: Tensor, *args: Any, **kwargs: Any) -> Geometry | None:
-        """Return what the layer computes from this input, for an op; None where only `compute` can."""
+        """Return the geometry of the layer for this input, for an op; None where only `compute` can compute it."""
         return None
 
     @classmethod

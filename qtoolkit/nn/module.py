@@ -35,7 +35,7 @@ class QuantModule(nn.Module):
     Attributes:
         FLOAT: The float type that it replaces.
         KIND: Its kind of op: one of `qtoolkit.op_kinds.table.KINDS`, or "other" for an op of no kind in the table.
-        OP_KIND: What the table says of that kind.
+        OP_KIND: The row of that kind in the table.
 
     Raises:
         ValueError: A subclass with a `FLOAT` has no `KIND`, or an unknown one.
@@ -163,13 +163,13 @@ class QuantModule(nn.Module):
                 quantizer.set_weight_rate(whole(weight), whole(trained.get(name, weight)))
 
     def _weights_at_rest(self) -> tuple[Mapping[str, Tensor], Mapping[str, tuple[Quantizer, Tensor]]]:
-        """Return what `trained_weights` and `quantized_weights` do, without a change of what computes them."""
+        """Return the results of `trained_weights` and `quantized_weights`, without changing the state that computes them."""
         refresh(self)
         with computing_still(self):
             return self.trained_weights(), self.quantized_weights()
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; in eval mode with the ranges of the weights as they are, for those who read them without a forward."""
+        """Set the mode; in eval mode with the ranges of the weights as they are, for readers without a forward."""
         super().train(mode)
         if not mode:
             self.follow_weights()

@@ -1,4 +1,4 @@
-"""Layers in training on the codes of their inputs: what they keep for backward, and how they compute."""
+"""Layers in training on quantized inputs: what they keep for backward, and how they compute."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ HAS_INT8 = is_exact()
 AS_ASKED = Refusal(Cause.AS_ASKED, "as asked")
 NO_INT8 = Refusal(Cause.NO_KERNEL, "no int8 kernel")
 ON_GPU = Refusal(Cause.NO_KERNEL, "the default on CUDA")
-UNSIGNED = Refusal(Cause.WEIGHT_CODES, "its weight has unsigned codes")
+UNSIGNED = Refusal(Cause.WEIGHT_CODES, "its weight is unsigned")
 MAY_OVERFLOW = Refusal(Cause.NO_KERNEL, "its sums may exceed int32")
 MOST_IMAGE_CHANNELS = 4
 # "auto" computes on codes where that is faster: int8 kernels save time for each product, and preparing the weight for them
@@ -41,7 +41,7 @@ MOST_IMAGE_CHANNELS = 4
 POSITIONS_OF_WEIGHT = 256
 PRODUCTS_OF_CALL = 2**25
 MOST_POSITIONS = 2048
-MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit codes that fits in int32 for certain
+MOST_TERMS = 2**31 // (255 * 128)  # of a sum of products of 8-bit integers that fits in int32 for certain
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class TrainingArithmetic:
     """How a forward in training computes a layer, and what it keeps of the input for backward.
 
     Attributes:
-        forward: "float": in float. "integer": on the codes of input and weight. "auto": on codes where torch has exact int8
-            kernels for the layer on this processor, and its input has `least_positions` at least; in float on a GPU.
-        save: "codes": codes of the input, a byte or less an element. "float": the input itself.
+        forward: "float": in float. "integer": in integers. "auto": in integers where torch has exact int8 kernels for
+            the layer on this processor, and its input has `least_positions` at least; in float on a GPU.
+        save: `"codes"`: the input as integers, a byte or less an element. `"float"`: the input itself.
 
     Raises:
         ValueError: A value is not known.
@@ -92,7 +92,7 @@ class TakesCodes(TrainsOnCodes):
     input_quantizer: Quantizer | None
 
     def input_sources(self) -> Sequence[Source | None]:
-        """Return the sources of its inputs to which a graph has linked it; None of inputs that may have any values."""
+        """Return the sources of its inputs to which a graph has linked it; None for inputs that may have any values."""
         raise NotImplementedError
 
     def unlink(self) -> None:
@@ -116,15 +116,15 @@ def set_training_arithmetic(
     differentiated twice.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, or a part of it, for the layers in it: the
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, or a part of it, for its layers: the
             ops between the layers of a traced model follow the setting of the whole model.
-        arithmetic: How convolutions, linear layers and products of two activations compute whose operands are on integer grids.
-            "float": in float, on the values. "integer": on the codes, with exact sums. "auto": on the codes where torch has
-            exact int8 kernels for the op on this processor and its input is large enough for them to be faster
+        arithmetic: How convolutions, linear layers and products of two activations compute whose operands are on
+            integer grids. "float": in float. "integer": in integers, with exact sums. "auto": in integers where torch
+            has exact int8 kernels for the op on this processor and its input is large enough for them to be faster
             (`benchmarks/pages/small_layers.py`), else in float, as always on a GPU. In any case gradients are the
             straight-through ones.
-        save: What such an op keeps of its operands for backward. "codes": a byte an element, half a byte for at most 4 bits.
-            "float": the values.
+        save: The form in which such an op keeps its operands for backward. `"codes"`: integers, a byte an element, half a byte
+            for at most 4 bits. `"float"`: the values.
 
     Raises:
         ValueError: A value is not known.
@@ -152,10 +152,10 @@ def compute(
     kwargs: Any,
     input_codes: TensorCodes | None = None,
 ) -> Tensor | None:
-    """Compute a layer in one op that keeps codes for backward; None where the layer's plain computation holds.
+    """Compute a layer in one op that keeps integers for backward; None where the layer's plain computation holds.
 
-    `source` returns the quantizer on whose grid x lies, if there is one; `input_codes` are the codes that came with x. `bias`
-    is called when the weight has its range, on whose steps a bias lies.
+    `source` returns the quantizer of x, if there is one; `input_codes` are the integers that came with x. `bias` is
+    called when the weight has its range, which gives the steps of the bias.
     """
     wanted = layer.training_arithmetic
     if not torch.is_grad_enabled() or run.recorded:
@@ -190,7 +190,7 @@ def computed_type(weight: Tensor, x: Tensor) -> torch.dtype:
 
 
 def computed_format(layer: "Layer", x: Tensor, integer: bool) -> torch.memory_format | None:
-    """Return the memory format of a layer's output; None for the one that torch's layer returns."""
+    """Return the memory format of a layer's output; None for the format of torch's layer."""
     return torch.channels_last if integer and layer.returns_channels_last and has_kernel_type(x) else None
 
 
@@ -212,7 +212,7 @@ def reads_image(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:
 def quantized_weight(run: Run, layer: "Layer", factor: Tensor | None) -> Tensor | None:
     """Compute a layer's weight in one op, whose backward reads it once; None where the quantizer itself does it.
 
-    Gradients are the same as of layers that keep codes, bit for bit.
+    Gradients are the same as of layers that keep integers, bit for bit.
     """
     if not torch.is_grad_enabled() or not run.own_ops:
         return None
@@ -227,14 +227,14 @@ def quantized_weight(run: Run, layer: "Layer", factor: Tensor | None) -> Tensor 
 def weight_grid(run: Run, layer: "Layer", followed: Callable[[], Tensor]) -> WeightGrid | None:
     """Return the grid of a layer's weight for an op; None where only the quantizer's forward can put it there.
 
-    `followed` returns the tensor whose range one that follows the weight takes.
+    `followed` returns the tensor that gives a range its values, if the range follows the weight.
     """
     quantizer = layer.weight_quantizer
     return of_quantizer(run, quantizer, layer.weight, followed) if gives_grid(quantizer) else None
 
 
 def gives_grid(quantizer: Quantizer | None) -> TypeGuard[TensorQuantizer]:
-    """Return whether an op may quantize a weight in its quantizer's place: nobody else makes or takes what that computes.
+    """Return whether an op may quantize a weight in its quantizer's place: no other op makes or takes its output.
 
     Hooks of all modules do not see the quantizers of weights, which are called in no step that an op computes.
     """
@@ -249,7 +249,7 @@ def has_kernel_type(x: Tensor) -> bool:
 
 
 def computes_on_codes(layer: "Layer", x: Tensor, geometry: Geometry) -> bool:
-    """Return whether a layer computes an input on codes in training, if it has some."""
+    """Return whether a layer computes an input in integers in training, if it is quantized."""
     if not layer.training or not pays(layer, _positions(x, geometry)) or refusal_to_compute(layer) is not None:
         return False
     return layer.training_arithmetic.forward == "integer" or (x.dtype == layer.weight.dtype and has_kernel_type(x))
@@ -266,18 +266,18 @@ def _positions(x: Tensor, geometry: Geometry) -> int:
 
 
 def pays(layer: "Layer", positions: int) -> bool:
-    """Return whether a layer computes on codes for so many positions: because it is faster, or as asked."""
+    """Return whether a layer computes in integers for so many positions: because it is faster, or as asked."""
     return layer.training_arithmetic.forward == "integer" or positions >= least_positions(layer)
 
 
 def least_positions(layer: "Layer") -> int:
-    """Return for how many positions at least "auto" computes a layer on codes; for fewer, float is faster."""
+    """Return for how many positions at least "auto" computes a layer in integers; for fewer, float is faster."""
     of_call: int = math.ceil(PRODUCTS_OF_CALL / layer.weight.numel())
     return min(POSITIONS_OF_WEIGHT + of_call, MOST_POSITIONS)
 
 
 def described(layer: "Layer", call: int = 0) -> tuple[str, Cause | None]:
-    """Return how a call of a layer computes in training and what it keeps for backward, in words, and why not on codes.
+    """Return how a call of a layer computes in training and what it keeps for backward, in words, and why not in integers.
 
     "" and None for a layer without an input grid.
     """
@@ -288,13 +288,13 @@ def described(layer: "Layer", call: int = 0) -> tuple[str, Cause | None]:
         return f"float, saves floats: {refusal.text}", refusal.cause
     refusal, arithmetic = refusal_to_compute(layer), layer.training_arithmetic
     if refusal is not None:
-        return f"float ({refusal.text}), saves {'floats' if arithmetic.save == 'float' else 'codes'}", refusal.cause
+        return f"float ({refusal.text}), saves {'floats' if arithmetic.save == 'float' else 'integers'}", refusal.cause
     few = f" (float for fewer than {least_positions(layer):,} positions)" if arithmetic.forward == "auto" else ""
-    return f"{_kernel_of(layer)}{few}, saves codes", None
+    return f"{_kernel_of(layer)}{few}, saves integers", None
 
 
 def _kernel_of(layer: Any) -> str:
-    """Return what computes a layer on codes, in words; csrc/layer/integer_layer.cpp decides it."""
+    """Return the kernel that computes a layer in integers, in words; csrc/layer/integer_layer.cpp decides it."""
     if not layer.weight.is_cuda:
         return "int8 kernel"
     weight, transposed = layer.weight, layer.weight_groups()[0]
@@ -303,7 +303,7 @@ def _kernel_of(layer: Any) -> str:
 
 
 def refusal_to_keep(layer: "Layer", call: int = 0) -> Refusal | None:
-    """Return why a call of a layer keeps no codes of its input for backward, on which it could compute; None where it may."""
+    """Return why a call of a layer does not keep its input as integers for backward; None where it may."""
     if not layer.has_geometry():
         return Refusal(Cause.NO_KERNEL, f"there is no integer kernel for {with_article(type(layer).FLOAT)}")
     source, weight = layer.source_at(call), _of_weight(layer)
@@ -314,7 +314,7 @@ def refusal_to_keep(layer: "Layer", call: int = 0) -> Refusal | None:
 
 
 def refusal_to_compute(layer: "Layer") -> Refusal | None:
-    """Return why a layer computes in float in training; None where it computes on codes, if its input has codes."""
+    """Return why a layer computes in float in training; None where it computes in integers, if its input is quantized."""
     forward = layer.training_arithmetic.forward
     if forward == "float":
         return AS_ASKED

@@ -1,4 +1,4 @@
-"""The quantizer behind an op, as the op computes it: whether it may, and with which scale and grid."""
+"""The quantizer after an op, as the op computes it: whether it may, and with which scale and grid."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
@@ -20,7 +20,7 @@ from qtoolkit.running import Run
 _function_fake_quant = library.function_fake_quant.default
 
 Quantized = tuple[Tensor, TensorCodes | None]
-"""The output of a quantizer, and its codes, if it has some."""
+"""The output of a quantizer, and its integers, if it has some."""
 
 Function = tuple[str, tuple[int, ...], Tensor | None, Tensor | None, float]
 """The op's name of a function, and the arguments of a layer norm; the weight may be a PReLU's."""
@@ -48,7 +48,7 @@ class OutputGrid(NamedTuple):
 
 
 GridNow = OutputGrid | Callable[[], OutputGrid]
-"""The same, or what returns them at each call."""
+"""The same, or a function that returns them at each call."""
 
 
 def grid_now(quantizer: TensorQuantizer, x: Tensor) -> dict[str, Any]:
@@ -86,23 +86,23 @@ def grid_of(output: GridNow) -> OutputGrid:
 
 
 def gives_codes(quantizer: Any) -> bool:
-    """Return whether an op gives the codes of a quantizer's output, a byte or half a byte each."""
+    """Return whether an op gives the integers of a quantizer's output, a byte or half a byte each."""
     return quantizer is not None and quantizer.capability.codes
 
 
 def codes_by_op(
     run: Run, y: Tensor, codes: Tensor | None, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer | None
 ) -> TensorCodes | None:
-    """Return the codes of an output on a grid of which an op was told; None without a quantizer that has codes."""
+    """Return the integers of an output on a grid of which an op was told; None without a quantizer that has some."""
     if quantizer is None or not gives_codes(quantizer):
         return None
     return codes_on(run, scale.detach().abs(), rounded(zero_point), quantizer, y, codes)
 
 
 def quantized_by(run: Run, quantizer: nn.Module | None, x: Tensor, with_codes: bool = False) -> Quantized:
-    """Return the output of a quantizer that is called, and its codes, if it has some; x itself without one.
+    """Return the output of a quantizer that is called, and its integers, if it has some; x itself without one.
 
-    Where its codes are wanted, compiled code has both from one op if that computes the quantizer: one read instead of two.
+    Where its integers are wanted, a compiled forward has both from one op if that computes the quantizer, with one read.
     """
     if quantizer is None:
         return x, None
@@ -119,9 +119,9 @@ def quantized_by(run: Run, quantizer: nn.Module | None, x: Tensor, with_codes: b
 
 
 def quantized_for(run: Run, arithmetic: TrainingArithmetic, quantizer: Quantizer | None, x: Tensor) -> Quantized:
-    """Return x quantized, or x itself without a quantizer, for a module that trains so, and its codes, if it has some.
+    """Return x quantized, or x itself without a quantizer, for a module that trains so, and its integers, if it has some.
 
-    If the module keeps codes, one op gives both where it can.
+    If the module keeps integers, one op gives both where it can.
     """
     if quantizer is None or arithmetic.save == "float" or not gives_codes(quantizer):
         return quantized_by(run, quantizer, x)
@@ -131,7 +131,7 @@ def quantized_for(run: Run, arithmetic: TrainingArithmetic, quantizer: Quantizer
 def quantized_in_op(
     run: Run, quantizer: nn.Module, x: Tensor, function: Function = NO_FUNCTION, with_codes: bool = True
 ) -> Quantized | None:
-    """Return a function of x quantized by one op, and its codes if it has some; None where only a call of the quantizer may."""
+    """Return a function of x quantized by one op, and its integers if it has some; None where only a call may."""
     trains = is_ordinary(run, x) and torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()
     if not trains or not may_be_in_op(quantizer, run):
         return None
@@ -144,5 +144,5 @@ def quantized_in_op(
 
 
 def may_be_in_op(quantizer: nn.Module, run: Run) -> TypeGuard[TensorQuantizer]:
-    """Return whether an op may compute what a quantizer does now."""
+    """Return whether an op may compute a quantizer as it is now."""
     return not run.recorded and isinstance(fusion(run, quantizer=quantizer), Unit)

@@ -39,7 +39,7 @@ class Product:
 
     @property
     def sources(self) -> tuple[Quantizer | None, ...]:
-        """For each operand the quantizer on whose grid its values lie, or None."""
+        """The quantizer of each operand, or None."""
         return tuple(None if link is None else link.now() for link in self.links)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ class Product:
 def product_of(op: Callable[[Tensor, Tensor], Tensor], how: Product) -> Callable[..., Tensor]:
     """Return the function that computes an op, torch.matmul or another of its names, as `product` does.
 
-    It takes what runs, and the codes of the operands or None, before them.
+    It takes the run, and the integers of the operands or None, before them.
     """
 
     def computed(run: Run, operand_codes: Sequence[TensorCodes | None], x: Tensor, other: Tensor) -> Tensor:
@@ -67,19 +67,19 @@ def product(
     arithmetic: TrainingArithmetic,
     operand_codes: Sequence[TensorCodes | None] = (None, None),
 ) -> Tensor:
-    """Return a matrix product, keeping codes of the operands for backward where they are on grids and a gradient is needed.
+    """Return a matrix product, keeping quantized operands as integers for backward where a gradient is needed.
 
-    Values and gradients are the op's, bit for bit; where the product is computed on codes, its values differ by
+    Values and gradients are the op's, bit for bit; where the product is computed in integers, its values differ by
     rounding alone.
 
     Args:
         run: What runs the forward.
         op: torch.matmul, or another function that computes the same for two batches of matrices.
         x: Tensor.
-        other: Tensor. Where either is no batch of matrices, or they have different batch dimensions, the op is called.
-        sources: For each operand the quantizer on whose grid its values lie, or None.
+        other: Tensor. If either is no batch of matrices, or their batch dimensions differ, the op is called.
+        sources: The quantizer of each operand, or None.
         arithmetic: How to compute, and what to keep.
-        operand_codes: The codes of each operand, or None.
+        operand_codes: The integers of each operand, or None.
     """
     grids = tuple(sources)
     integer = _on_integers(arithmetic, grids)
@@ -112,13 +112,13 @@ def described(sources: Iterable[Quantizer | None], arithmetic: TrainingArithmeti
     integer = all(have_codes) and arithmetic.forward == "integer"
     reason = (AS_ASKED if arithmetic.forward == "float" else NO_INT8).text
     reason = reason if all(have_codes) else "an operand is not quantized to at most 8 bits with one scale"
-    keeps = "codes" if all(have_codes) else "codes of one operand"
+    keeps = "integers" if all(have_codes) else "integers of one operand"
     forward = "int8 kernel" if integer else f"float ({reason})"
     return f"{forward}, saves {'floats' if arithmetic.save == 'float' and not integer else keeps}"
 
 
 def _on_integers(arithmetic: TrainingArithmetic, sources: Iterable[Quantizer | None]) -> bool:
-    """Return whether a product computes on codes, if both operands have them; torch has no int8 kernel of it for "auto"."""
+    """Return whether a product computes in integers, if both operands have some; torch has no int8 kernel of it for "auto"."""
     return arithmetic.forward == "integer" and all(source is None or source.training for source in sources)
 
 
@@ -142,9 +142,9 @@ def autocast_type(x: Tensor) -> torch.dtype:
 
 
 def _codes_by_rows(x: Tensor, grid: TensorCodes | None) -> Codes | None:
-    """Return the codes of a batch of matrices, transposed if that makes it contiguous; None where its grid is not known.
+    """Return the integers of a batch of matrices, transposed if that makes it contiguous; None where its grid is not known.
 
-    Codes of 4 bits are packed by rows.
+    Integers of 4 bits are packed by rows.
     """
     if grid is None:
         return None
@@ -160,13 +160,13 @@ def _is_transposed(x: Tensor) -> bool:
 
 
 def kept_operand(x: Tensor, codes: Codes | None, needed: bool, transposed: bool = False) -> tuple[Any, ...]:
-    """Return what `product` of the library is told about an operand.
+    """Return the arguments of the library's `product` for an operand.
 
     Args:
         x: The operand.
-        codes: Its codes, in its own order or packed in the order of its memory, or None.
+        codes: Its integers, in its own order or packed in the order of its memory, or None.
         needed: Whether the gradient of another operand takes its values.
-        transposed: Whether its codes are in the order of its transposed matrices.
+        transposed: Whether its integers are in the order of its transposed matrices.
     """
     if codes is None or not needed:
         return x, *of_codes(None), x.shape, True, False, needed
@@ -175,14 +175,14 @@ def kept_operand(x: Tensor, codes: Codes | None, needed: bool, transposed: bool 
 
 
 def of_codes(codes: Codes | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return codes with their scale and their zero point, as ops take them."""
+    """Return integers with their scale and their zero point, as ops take them."""
     return (None, None, None) if codes is None else (codes.codes, codes.scale, codes.zero_point)
 
 
 def _on_codes(x: Tensor, other: Tensor, grid: Codes, grid_of_other: Codes) -> Tensor:
-    """Return the product as runtimes compute it: exact sums of products of codes, times the product of the steps."""
+    """Return the product as runtimes compute it: exact integer sums, times the product of the steps."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # Values determine codes, and NaN stays NaN.
+    # Values determine the integers, and NaN stays NaN.
     grids = (grid, grid_of_other)
     centred = [centred_codes(t.detach().to(dtype), g.scale).float() for t, g in zip((x, other), grids, strict=True)]
     ends = [(g.qmin, g.qmax) if g.zero_point is None else (g.qmin - g.qmax, g.qmax - g.qmin) for g in grids]

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Projection(LayerOp):
-    """A linear layer of an attention, for one call: what `qtoolkit.nn.on_codes` asks of a layer.
+    """A linear layer of an attention, for one call, with the attributes that `qtoolkit.nn.on_codes` reads.
 
     Args:
         attention: The attention.
-        name: The letters of what it projects: some of "qkv", or "out".
+        name: The letters of its inputs: some of "qkv", or "out".
         weight: Its weight, (out, in).
         quantizer: The weight's quantizer, or None.
         bias: Its bias, or None.
-        source: The quantizer on whose grid its input lies, or None where that is not known.
-        rows: What quantizes the weight, where that is a part of another one, and which part it is; None where it is not.
+        source: The quantizer of its input, or None where that is not known.
+        rows: The rows of which the weight is a part, with the number of the part; None if the weight is whole.
     """
 
     FLOAT: ClassVar[type[nn.Module]] = nn.Linear
@@ -71,7 +71,7 @@ class Projection(LayerOp):
         ]
 
     def __call__(self, run: Run, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return the layer of x, which has these codes: in training by an op that keeps codes, where it has some."""
+        """Return the layer of x, which has these integers: in training by an op that keeps integers, where x has some."""
         y = on_codes.compute(run, self, x, lambda: self.source, None, lambda: self.bias, (), {}, input_codes)
         if y is not None:
             return y
@@ -108,7 +108,7 @@ class Projection(LayerOp):
 
 
 class Rows:
-    """The rows of a weight, which projections of several tensors share in a call: quantized once, whoever asks first.
+    """The rows of a weight, which projections of several tensors share in a call: quantized once, at the first use.
 
     Args:
         whole: The projection by all rows.
@@ -124,7 +124,7 @@ class Rows:
         self._values: Sequence[Tensor] | None = None
 
     def split(self, scale: Tensor | None) -> Sequence[Tensor | None]:
-        """Return the parts of the weight's scale, or of what has an element for each of its scales.
+        """Return the parts of the weight's scale, or of a tensor with an element for each of its scales.
 
         No two parts share a scale of some rows: blocks divide the rows of the output's projection, which are as many.
         """

@@ -40,7 +40,7 @@ class Attends(TrainsOnCodes):
 
     @property
     def products(self) -> tuple[tuple[Quantizer | None, Quantizer | None], ...]:
-        """The quantizers of the operands of both matrix products; in training none of what dropout returns."""
+        """The quantizers of the operands of both matrix products; in training none for dropout's output."""
         drops = self.dropout_p and self.training
         return (
             (self.query_quantizer, self.key_quantizer),
@@ -85,7 +85,7 @@ def quantized_attention(
 ) -> Tensor | None:
     """Return softmax(query key^T + mask) on the grid of a quantizer, times the value.
 
-    Backward keeps the codes of the operands. On CUDA it computes the softmax again by one kernel; on a CPU it keeps it,
+    Backward keeps the operands as integers. On CUDA it computes the softmax again by one kernel; on a CPU it keeps it,
     since that takes 2 % of the step of a small transformer. Values and gradients are the same as of the ops one by one: bit for
     bit on a CPU, and on CUDA up to the order of the sums of gradients.
 
@@ -93,8 +93,8 @@ def quantized_attention(
         run: What runs the forward.
         operands: The scaled query (..., target, features), the key (..., source, features) and the value
             (..., source, features of the value).
-        sources: For each of them the quantizer on whose grid its values lie, or None.
-        operand_codes: The codes of each of them, or None.
+        sources: The quantizer of each of them, or None.
+        operand_codes: The integers of each of them, or None.
         mask: Added to the scores, or None.
         quantizer: Of the weights, or None.
         arithmetic: How to compute, and what to keep.
@@ -127,7 +127,7 @@ def _unit(dtype: torch.dtype, keeps_softmax: bool, learned: bool, **of_weights: 
 
 
 def as_summand(masked: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores to mask where a tensor of booleans is True."""
+    """Return the summand that masks scores where a tensor of booleans is True."""
     return torch.zeros_like(masked, dtype=dtype).masked_fill(masked, -math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Why a layer or an op cannot compute on the codes of its inputs: the rules that training and runtimes share."""
+"""Why a layer or an op cannot compute in integers: the rules that training and runtimes share."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,12 +24,12 @@ OTHER_ARGUMENTS = Refusal(Cause.CALL, "its arguments are not two tensors")
 
 
 def refusal_of(layer: "QuantWeighted", weight: Capability, source: Capability | None) -> Refusal | None:
-    """Return why a layer has no sums of products of codes with one step for each output channel; None where it has.
+    """Return why a layer has no integer sums with one step for each output channel; None where it has.
 
     Args:
         layer: The layer.
-        weight: What the codes of its weight are.
-        source: What the codes of its inputs are; None for inputs on no grid.
+        weight: How its weight is quantized.
+        source: How its inputs are quantized; None for inputs without a quantizer.
     """
     if not layer.OP_KIND.layer:
         return Refusal(Cause.NO_KERNEL, f"there is no integer kernel for {with_article(layer.KIND)}")
@@ -37,7 +37,7 @@ def refusal_of(layer: "QuantWeighted", weight: Capability, source: Capability | 
 
 
 def of_inputs(*sources: Capability | None) -> Refusal | None:
-    """Return why one of several inputs has no codes of one byte and one scale; None where all have."""
+    """Return why one of several inputs is not quantized to one byte with one scale; None where all are."""
     for source in sources:
         if source is None or source is NO_CODES:
             return NO_GRID
@@ -47,7 +47,7 @@ def of_inputs(*sources: Capability | None) -> Refusal | None:
 
 
 def of_weight(layer: "Layer", weight: Capability) -> Refusal | None:
-    """Return why no sums of products with the codes of a layer's weight have one step for each output channel."""
+    """Return why integer sums with a layer's weight do not have one step for each output channel."""
     if not weight.sums:
         return NO_INTEGERS
     if weight.zero_point:
@@ -56,33 +56,33 @@ def of_weight(layer: "Layer", weight: Capability) -> Refusal | None:
 
 
 def of_signs(runtime: str, cause: Cause, *quantizers: Quantizer | None) -> Refusal | None:
-    """Return why a runtime without unsigned codes does not take these quantizers; None where it takes all."""
+    """Return why a runtime without unsigned types does not take these quantizers; None where it takes all."""
     signed = all(quantizer is None or quantizer.spec.signed for quantizer in quantizers)
-    return None if signed else Refusal(cause, f"{runtime} has no unsigned codes")
+    return None if signed else Refusal(cause, f"{runtime} has no unsigned types")
 
 
 def of_signed_layer(
     runtime: str, layer: "QuantWeighted", source: Quantizer, output: Quantizer | None
 ) -> Refusal | None:
-    """Return why a runtime without unsigned codes has no integer kernel for a layer between two quantizers."""
+    """Return why a runtime without unsigned types has no integer kernel for a layer between two quantizers."""
     unsigned = of_signs(runtime, Cause.INPUT_CODES, source)
     unsigned = unsigned or of_signs(runtime, Cause.WEIGHT_CODES, layer.weight_quantizer)
     return unsigned or of_signed_output(runtime, output)
 
 
 def of_signed_op(runtime: str, inputs: Sequence[Quantizer], output: Quantizer | None) -> Refusal | None:
-    """Return why a runtime without unsigned codes has no integer kernel for an op between quantizers."""
+    """Return why a runtime without unsigned types has no integer kernel for an op between quantizers."""
     refusal = of_inputs(*(each.capability_now for each in inputs))
     return refusal or of_signs(runtime, Cause.INPUT_CODES, *inputs) or of_signed_output(runtime, output)
 
 
 def of_signed_output(runtime: str, output: Quantizer | None) -> Refusal | None:
-    """Return why an op gives no signed codes of one byte and one scale."""
+    """Return why an op's output is not quantized to one signed byte with one scale."""
     return of_output(output) or of_signs(runtime, Cause.OUTPUT_CODES, output)
 
 
 def of_output(output: Quantizer | None) -> Refusal | None:
-    """Return why an op gives no codes of one byte and one scale; None where the quantizer of its output has them."""
+    """Return why an op's output is not quantized to one byte with one scale; None where its quantizer does this."""
     if output is None:
         return FLOAT_OUTPUT
     return None if output.capability_now.codes else WIDE_OUTPUT

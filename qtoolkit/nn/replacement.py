@@ -24,7 +24,7 @@ TRANSFORMERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def replace_in_place(module: nn.Module, new: nn.Module) -> None:
-    """Give a module the type and the state of another one; the object stays, and so does every reference to it.
+    """Give a module the type and the state of another one; the object stays, with all references to it.
 
     The dicts of hooks stay the same objects too, with the new module's hooks in them, so that handles of hooks remain valid.
     If the new module contains the old one, as a wrapper does, the old one moves into a new object there, with its hooks. The

@@ -1,4 +1,4 @@
-"""Which layers are no longer the float model's: methods of qtoolkit.tuning have rounded weights or corrected biases."""
+"""Which layers differ from the float model's: methods of qtoolkit.tuning have rounded weights or corrected biases."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.quantizers.spec_ops import per_element
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 
-ON_GRID = 0.05  # of a step: a weight of a coarse dtype may be as far from its code
+ON_GRID = 0.05  # of a step: a weight of a coarse dtype may be as far from its grid
 
 
 def is_rounded(layer: nn.Module) -> bool:
-    """Return whether a layer's weight lies on its codes since they were chosen, and not by itself, as a constant kernel does.
+    """Return whether a layer's weight was rounded to its grid, and is not there by itself, as a constant kernel is.
 
     Raises RuntimeError: the quantizer of the weight has no range yet.
 
@@ -37,7 +37,7 @@ def is_rounded(layer: nn.Module) -> bool:
 
 
 def rounded_in(layers: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names, in quotes, of the layers whose weights lie on their codes."""
+    """Return the names, in quotes, of the layers whose weights were rounded to their grids."""
     return [repr(name) for name, layer in layers.items() if is_rounded(layer)]
 
 

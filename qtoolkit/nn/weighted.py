@@ -28,7 +28,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     """A layer whose forward fake-quantizes its weight; to be mixed into torch's class.
 
     With a linked batch norm, the weight is quantized as folding the batch norm would scale it. In eval mode the layer
-    computes what the converted model does; in training mode it follows a strategy of `qtoolkit.nn.batch_norm`.
+    computes the same as the converted model; in training mode it follows a strategy of `qtoolkit.nn.batch_norm`.
 
     Args:
         *args: Arguments of torch's class.
@@ -42,10 +42,10 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     Attributes:
         weight_quantizer: Quantizer of the weight (a Grid after conversion), or None.
         input_quantizer: Quantizer of the input, or None (a graph pass inserts it as a node of its own instead).
-        integer_kernel: The `qtoolkit.integer.kernels.LayerKernel` that computes the layer on codes (see `qtoolkit.convert`), or
-            None. Of a layer whose calls a graph numbers, the first call's; `LayerCall.kernel` finds the others.
-        layer_calls: What differs between the calls of the layer in a graph.
-        returns_channels_last: Whether a 2-d convolution returns images in channels_last where it computes on codes in training;
+        integer_kernel: The `qtoolkit.integer.kernels.LayerKernel` that computes it in integers (see `qtoolkit.convert`), or
+            None. For a layer whose calls a graph numbers, the first call's; `LayerCall.kernel` finds the others.
+        layer_calls: The properties of each call of the layer in a graph.
+        returns_channels_last: Whether a 2-d convolution that trains in integers returns images in channels_last;
             otherwise in the memory format of its input.
 
     Example:
@@ -58,7 +58,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     integer_kernel: nn.Module | None
     layer_calls: tuple[LayerCall, ...] = (LayerCall(),)
     returns_channels_last: bool = False
-    bias_is_corrected: bool = False  # by qtoolkit.tuning.bias_correction: it is no longer the float model's
+    bias_is_corrected: bool = False  # by qtoolkit.tuning.bias_correction: it differs from the float model's
 
     def __init__(
         self, *args: Any, weight_spec: QuantSpec | None = None, input_spec: QuantSpec | None = None, **kwargs: Any
@@ -174,7 +174,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     ) -> Tensor:
         """Apply the layer to its quantized input with its quantized weight; other arguments are torch's.
 
-        `call` is the number of this call, where a graph has several of the layer on different grids: passes set it. The code of
+        `call` is the number of this call, where a graph has several on different grids: passes set it. The forward of
         a prepared model passes `input_codes`.
         """
         self.check_input(input)
@@ -193,7 +193,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     def bn_scaled_output(
         self, run: Run, bn: LinkedBatchNorm, input: Tensor, input_codes: TensorCodes | None = None, call: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return what `qtoolkit.nn.batch_norm.bn_scaled_output` does for the linked batch norm, of arguments of forward."""
+        """Return `qtoolkit.nn.batch_norm.bn_scaled_output` for the linked batch norm, from arguments of forward."""
         self.check_input(input)
         x, input_codes = self._quantized(run, input, input_codes)
         compute = partial(self._run, run, self.layer_calls[call], x, input_codes, (), {})
@@ -205,7 +205,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         return self.compute(input, self.weight, self.bias, *args, **kwargs)
 
     def _quantized(self, run: Run, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
-        """Return the quantized input and its codes, where it has some."""
+        """Return the quantized input and its integers, where it has some."""
         if self.input_quantizer is None:
             return x, input_codes
         return quantized_for(run, self.training_arithmetic, self.input_quantizer, x)
@@ -233,7 +233,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         if weight is None:
             weight = self._scaled_and_quantized(factor)
         bias = in_sums()
-        if factor is not None:  # a batch norm may be in float32 behind a layer in half precision
+        if factor is not None:  # a batch norm may be in float32 after a layer in half precision
             weight, bias = weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype)
         return self.compute(x, weight, bias, *args, **kwargs)
 

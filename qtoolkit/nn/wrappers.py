@@ -1,4 +1,4 @@
-"""Modules that somebody has put around a layer after it was quantized: adapters, and wrappers that only call it."""
+"""Modules that were put around a layer after it was quantized: adapters, and wrappers that only call it."""
 
 import warnings
 
@@ -18,7 +18,7 @@ def warn_of_adapter(name: str, module: nn.Module, bn_name: str, bn: nn.Module) -
     if layer is None or layer is last:
         return
     warnings.warn(
-        f"the layer {name!r} is called by {with_article(type(module))} now, and the batch norm {bn_name!r} behind it is still "
+        f"the layer {name!r} is called by {with_article(type(module))} now, and the batch norm {bn_name!r} after it is still "
         f"folded into the layer in eval mode and by qtoolkit.convert: what the {type(module).__name__} adds to the layer's "
         f"output is not normalized there, though it is in training. Put it around both of them, or change the float model and "
         f"quantize it again.",

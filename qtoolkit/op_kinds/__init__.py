@@ -1,1 +1,1 @@
-"""The table of op kinds, and what finds a graph's nodes in it: facts, rules and recorded functions."""
+"""The table of op kinds, and the lookup of a graph's nodes in it: facts, rules and recorded functions."""

@@ -10,7 +10,7 @@ KEY = "qtoolkit"
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What tracing knows about a node beyond its target and arguments."""
+    """The facts of tracing about a node beyond its target and arguments."""
 
     # whether the node returned a number, or several, and no tensor; None where tracing did not see its result
     is_number: bool | None = None

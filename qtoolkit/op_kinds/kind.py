@@ -1,4 +1,4 @@
-"""What the table of op kinds says of each kind: its names in every vocabulary, and the facts that passes ask for."""
+"""A row of the table of op kinds: the names of a kind in every vocabulary, and the facts that passes ask for."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
 
 
 def bounded(low: End = -math.inf, high: End = math.inf, slope: End = 0.0) -> Callable[[Read], Bounds]:
-    """Return what finds the bounds of an op in its arguments; an argument that is None leaves out its bound."""
+    """Return a function that finds the bounds of an op in its arguments; an argument that is None leaves out its bound."""
     ends = {"low": low, "high": high, "slope": slope}
 
     def of_arguments(read: Read) -> Bounds:
@@ -145,5 +145,5 @@ class OpKind:
 
 
 def belongs_to_layer(kind: OpKind) -> bool:
-    """Return whether targets compute an op behind a layer as part of it, or drop it."""
+    """Return whether targets compute an op after a layer as part of it, or drop it."""
     return kind.normalizes_batches or kind.returns_input

@@ -1,4 +1,4 @@
-"""What can be reached in a graph, of any kind of node: graphs are deeper than Python's stack."""
+"""The nodes that can be reached in a graph, without recursion: graphs are deeper than Python's stack."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

@@ -46,7 +46,7 @@ def called_module(node: fx.Node) -> nn.Module | None:
 
 
 def called_by(node: fx.Node) -> object:
-    """Return what a node calls: the type of its module, or its function or method."""
+    """Return the callee of a node: the type of its module, or its function or method."""
     return type(module_of(node)) if node.op == "call_module" else node.target
 
 
@@ -160,13 +160,13 @@ def mean(node: fx.Node) -> str:
 def is_over_image(dims: object, rank: int | None) -> bool:
     """Return whether a reduction is over all positions of an image or of a volume, of four or five dimensions.
 
-    Where the number of dimensions is not known (None), dimensions that may be these are taken for them.
+    If the number of dimensions is not known (None), dimensions that may be these count as them.
     """
     return any(is_over_positions(dims, image) for image in IMAGES if rank in (None, image))
 
 
 def is_over_positions(dims: object, rank: int) -> bool:
-    """Return whether a reduction is over all dimensions behind the channels."""
+    """Return whether a reduction is over all dimensions after the channels."""
     if not isinstance(dims, list | tuple) or not all(isinstance(dim, int) for dim in dims):
         return False
     return sorted(dim % rank for dim in dims) == list(range(2, rank))
@@ -250,20 +250,20 @@ def gives_indices(node: fx.Node) -> bool:
 
 
 def picks_indices(node: fx.Node) -> bool:
-    """Return whether a node takes the indices out of what such an op returns."""
+    """Return whether a node takes the indices out of the result of such an op."""
     if node.target not in (operator.getitem, getattr) or not isinstance(node.args[0], fx.Node):
         return False
     return node.args[1] in (1, INDICES) and gives_indices(node.args[0])
 
 
 def _dim_of(node: fx.Node) -> object:
-    """Return the dimension of x.max(1); None of x.max(), and of the elementwise x.max(y)."""
+    """Return the dimension of x.max(1); None for x.max(), and of the elementwise x.max(y)."""
     dim = argument(node, 1, "dim")
     return dim if isinstance(dim, int) or (isinstance(dim, fx.Node) and is_number(dim)) else None
 
 
 def _of_one_tensor(kind: str) -> Callable[[fx.Node], str]:
-    """Return the rule of the largest or the smallest values of one tensor; of two tensors it is no reduction."""
+    """Return the rule of the largest or the smallest values of one tensor; for two tensors it is no reduction."""
 
     def rule(node: fx.Node) -> str:
         is_of_two = "other" in node.kwargs or (

@@ -275,7 +275,7 @@ MEANS = calls_where(lambda kind: kind.means_over_dims)
 
 
 def bounds_of_module(module: nn.Module) -> Bounds | None:
-    """Return what the module of a piecewise linear activation computes; None for other modules."""
+    """Return the bounds of the module of a piecewise linear activation; None for other modules."""
     entry = OF_MODULE.get(type(module))
     if entry is None or entry[1].bounds is None:
         return None

@@ -4,7 +4,7 @@ All ops share these arguments:
 
 - `scale` is a floating point tensor on the input's device, with one element or one per channel of `axis`. Its magnitude
   is used; zero counts as the smallest normal float32.
-- `zero_point` has as many elements as `scale`, or is None (symmetric). It is a code stored as a float; the ops round it.
+- `zero_point` has as many elements as `scale`, or is None (symmetric). It is an integer stored as a float; the ops round it.
 - `axis` is the channel axis; None is per tensor.
 - `group` above 1 divides dimension 0 into groups with separate channels: `scale` then has `group * x.size(axis)`
   elements, row-major. This serves the weight of a grouped transposed convolution, (in, out / groups, k...).

@@ -1,4 +1,4 @@
-"""Batch norm in training with what follows it, in one op."""
+"""Batch norm in training with the ops after it, in one op."""
 
 import math
 
@@ -37,8 +37,8 @@ def batch_norm_fake_quant(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize x by the statistics of the batch, add a residual, apply an activation and fake-quantize.
 
-    Each step but the first is optional. x is read twice, the result written once; backward keeps x, what belongs to a
-    channel and the residual (as its codes, if they are given), and computes the rest again. The arithmetic is float32
+    Each step but the first is optional. x is read twice, the result written once; backward keeps x, the numbers of each
+    channel and the residual (as integers, if they are given), and computes the rest again. The arithmetic is float32
     (float64 for float64), without rounding to a 16-bit dtype between the steps. Two runs give the same bits, with any number
     of threads.
 
@@ -54,28 +54,28 @@ def batch_norm_fake_quant(
         eps: Added to the variance.
         divisor: (C), not zero; the batch norm of x / divisor is computed, without the division. None for 1.
         residual: Added after the batch norm; of x's shape and dtype.
-        residual_codes: int8 or uint8 codes of the residual, which backward keeps and rebuilds it from:
+        residual_codes: The residual as int8 or uint8, which backward keeps and rebuilds it from:
             `(residual_codes - residual_zero_point) * residual_scale`, rounded to x's dtype, must equal the residual. The
-            result takes the residual itself, whose NaN have no codes.
-        residual_scale: Scale of these codes, one element.
-        residual_zero_point: Zero point of these codes, one element, or None for 0.
+            result takes the residual itself, since integers have no NaN.
+        residual_scale: Scale of `residual_codes`, one element.
+        residual_zero_point: Zero point of `residual_codes`, one element, or None for 0.
         low: The activation below: `low + slope * (v - low)`. ReLU is (0, inf, 0), ReLU6 (0, 6, 0), LeakyReLU (0, inf, a).
         high: The activation's highest value.
         slope: Slope of the activation below `low`.
-        scale: Step between codes, one element; None for no quantization.
-        zero_point: Code that zero maps to, one element, or None for 0.
-        qmin: Lowest code.
-        qmax: Highest code.
+        scale: Step size, one element; None for no quantization.
+        zero_point: Integer that zero maps to, one element, or None for 0.
+        qmin: Lowest quantized value.
+        qmax: Highest quantized value.
         grad_factor: Factor of the gradients of scale and zero_point.
-        totals: What `batch_norm_totals` returned for x, divisor and the process group; x may then have any number of values.
+        totals: The result of `batch_norm_totals` for x, divisor and the process group; x may then have any number of values.
         process_group: The name of the process group whose ranks share their statistics: backward adds up their gradients of
             weight and bias for x's gradient, so all of them must call it. The gradients that it returns of other arguments are
             this rank's.
-        packs_codes: Whether codes that fit in 4 bits are two a byte, as `qtoolkit.ops.layer.Codes` has them. They are empty
-            where their order is not the result's in memory, and for images in rows with an odd H * W.
+        packs_codes: Whether integers that fit in 4 bits are two a byte, as `qtoolkit.ops.layer.Codes` has them. They
+            are empty where their order is not the result's in memory, and for images in rows with an odd H * W.
 
     Returns:
-        The result, with the shape, dtype and memory format of x; its codes (int8 if `qmin` is negative, else uint8; empty if
+        The result, with the shape, dtype and memory format of x; its integers (int8 if `qmin` is negative, else uint8; empty if
         they do not fit or there is no scale); and the mean and the biased variance of each channel of x, float32 (float64 for
         float64), of all ranks of a process group. Only the result is differentiable.
 
@@ -158,7 +158,7 @@ def batch_norm_track_(
         count: Number of values of a channel, more than 1: `x.numel() // x.size(1)`.
         divisor: (C), or None for 1.
         offset: (C), or None for 0.
-        totals: What `batch_norm_totals` returned, whose number of values is then taken instead of `count`.
+        totals: The result of `batch_norm_totals`, whose number of values then replaces `count`.
 
     Raises:
         ValueError: A shape, number or device does not fit.
@@ -188,8 +188,8 @@ def batch_norm_rescale_(
 
     The weight is quantized times the factor gamma / sqrt(variance + eps), where a zero is 1. So scales in units of the weight
     change with its magnitude: `start` is multiplied by the present magnitude / the known one, and `rate` by the square of that.
-    The known one is then the present one. Where it was 0, the scales are for the running variance; where the variance is NaN,
-    no scale changes. Magnitudes beyond
+    The known magnitude is then the present one. Where it was 0, the scales are for the running variance; where the
+    variance is NaN, no scale changes. Magnitudes beyond
     [2^-30, 2^30] count as these bounds.
 
     With the last three arguments the factor takes a variance which holds for a step of the training: the running one
@@ -199,12 +199,12 @@ def batch_norm_rescale_(
         start: A scale for each output channel, or one for all, changed in place; float32 or float64. One for all takes the
             root of the mean square of the channels' magnitudes. None for no scales: then `rate` and `known` are None.
         rate: The `rate` of `positive_scale`, of the same shape and dtype, changed in place, or None.
-        known: The magnitudes that the scales have taken, of the same shape and dtype, changed in place; 0 for none so far.
+        known: The magnitudes that the scales have taken, of the same shape and dtype, changed in place; 0 for none.
         variance: (C), the running variance.
         gamma: (C), the batch norm's weight, or None for 1.
         eps: The batch norm's.
         held: (C), the variance of the present step, like `variance`, changed in place.
-        taken: What the clock showed when `held` was taken, one element, int64, changed in place.
+        taken: The clock's value when `held` was taken, one element, int64, changed in place.
         clock: The clock, one element, int64.
 
     Returns:

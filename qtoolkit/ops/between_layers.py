@@ -1,4 +1,4 @@
-"""What stands between layers: max pooling, PReLU with a quantizer behind it, and the copy that compiled code needs."""
+"""Ops between layers: max pooling, PReLU with a quantizer after it, and the copy that compilers need."""
 
 from collections.abc import Sequence
 
@@ -68,20 +68,20 @@ def prelu_fake_quant(
 
     Values and the gradient of x are the two ops', bit for bit, where x is float32 or float64. There is no rounding to a
     16-bit dtype between them. The sums of the gradients of weight and scale are float64. PReLU is as in arXiv 1502.01852:
-    x above 0, weight * x elsewhere. The gradient of scale is the one of `fake_quant`.
+    x above 0, weight * x elsewhere. Scale has the gradient of `fake_quant`.
 
     Args:
         x: Any shape; (N, C, ...) where weight has more than one element. float32, float64, bfloat16 or float16.
         weight: The slopes below 0: one element, or (C).
-        scale: Step between codes, one element.
-        zero_point: Code that zero maps to, one element, or None for 0. It has no gradient.
-        qmin: Lowest code.
-        qmax: Highest code.
+        scale: Step size, one element.
+        zero_point: Integer that zero maps to, one element, or None for 0. It has no gradient.
+        qmin: Lowest quantized value.
+        qmax: Highest quantized value.
         grad_factor: Factor of the gradient of scale.
 
     Raises:
         TypeError: A tensor is not floating point.
-        ValueError: A shape, a range of codes or a device does not fit.
+        ValueError: A shape, a range or a device does not fit.
         NotImplementedError: The zero point requires grad; double backward; forward-mode AD; torch.func's gradient transforms.
 
     Example:
@@ -94,7 +94,7 @@ def prelu_fake_quant(
 
 
 def snapshot(x: Tensor, *, changes: bool = False) -> Tensor:
-    """Return a detached copy of x, which compilers save for backward and never recompute.
+    """Return a detached copy of x, that compilers save for backward and never recompute.
 
     Without it, torch.compile's partitioner recomputes values in backward from buffers that the forward has updated in
     place (batch norm's statistics on torch 2.13 and 2.14, for example: wrong gradients under inductor).

@@ -1,4 +1,4 @@
-"""Integer grids: fake quantization, and quantize and dequantize as in deployed models, 4-bit codes as ONNX packs them too."""
+"""Integer grids: fake quantization, and quantize and dequantize as in deployed models, also 4 bits packed as in ONNX."""
 
 from collections.abc import Sequence
 
@@ -33,16 +33,16 @@ def fake_quant(
 ) -> Tensor:
     """Round x to an integer grid and back to floats, with a straight-through gradient.
 
-    The gradient in x passes where the code was not clamped, and is zero elsewhere. If `scale` (or `zero_point`) requires
+    The gradient in x passes where nothing was clamped, and is zero elsewhere. If `scale` (or `zero_point`) requires
     grad, it gets the gradient of LSQ (arXiv 1902.08153) and LSQ+ (2004.09576), times `grad_factor`. With a fixed scale, one
     bit per element is saved for backward. NaN stays NaN, infinities are clamped.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
-        scale: Step between codes; see the module's docstring for its shape.
-        zero_point: Code that zero maps to, or None for 0.
-        qmin: Lowest code.
-        qmax: Highest code.
+        scale: Step size; see the module's docstring for its shape.
+        zero_point: Integer that zero maps to, or None for 0.
+        qmin: Lowest quantized value.
+        qmax: Highest quantized value.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a scale, or 0 for no blocks.
@@ -83,7 +83,7 @@ def fake_quant_(
     """Round x to an integer grid in place: `fake_quant` without memory for a second tensor. Returns x.
 
     The arguments are `fake_quant`'s, and scale and zero_point must not require grad. Differentiable in x: the gradient
-    passes where the code was not clamped, and one bit per element is saved for backward. As with every in-place op, autograd
+    passes where nothing was clamped, and one bit per element is saved for backward. As with every in-place op, autograd
     raises an error if an earlier op has saved x for its own backward. If x has gaps in memory (a slice) or groups that are not
     contiguous, the op makes a temporary copy.
 
@@ -115,14 +115,14 @@ def quantize(
     block_size: int = 0,
     dtype: torch.dtype = torch.int8,
 ) -> Tensor:
-    """Return the integer codes of x, as ONNX QuantizeLinear computes them.
+    """Quantize x to integers, as ONNX QuantizeLinear does.
 
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16. NaN becomes qmin, as in onnxruntime.
-        scale: Step between codes.
-        zero_point: Code that zero maps to, or None for 0.
-        qmin: Lowest code; must fit `dtype`.
-        qmax: Highest code; must fit `dtype`.
+        scale: Step size.
+        zero_point: Integer that zero maps to, or None for 0.
+        qmin: Lowest quantized value; must fit `dtype`.
+        qmax: Highest quantized value; must fit `dtype`.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a scale, or 0 for no blocks.
@@ -151,19 +151,19 @@ def dequantize(
     block_size: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the values `(codes - zero_point) * scale` of integer codes.
+    """Return the values `(codes - zero_point) * scale` of integers.
 
     Args:
         codes: int8, uint8, int16, uint16 or int32, of any shape.
-        scale: Step between codes.
-        zero_point: Code that zero maps to, or None for 0.
+        scale: Step size.
+        zero_point: Integer that zero maps to, or None for 0.
         axis: Channel axis, or None for per tensor.
         group: Groups of dimension 0.
         block_size: Elements along the axis that share a scale, or 0 for no blocks.
         dtype: float32, float64, bfloat16 or float16.
 
     Returns:
-        A tensor of `dtype` with the shape and memory format of codes.
+        A tensor of `dtype` with the shape and memory format of `codes`.
 
     Raises:
         ValueError: A shape, axis, group, block size or device does not fit.
@@ -187,11 +187,11 @@ def quantize_int4(
     block_size: int = 0,
     in_memory_order: bool = False,
 ) -> Tensor:
-    """Return the codes of x as ONNX stores INT4 and UINT4: two per byte, the first in the low half, x in row-major order.
+    """Quantize x to integers as ONNX stores INT4 and UINT4: two per byte, the first in the low half, x in row-major order.
 
-    The arguments and the codes are `quantize`'s, in [-8, 7] or [0, 15]; the op reads x once and writes only the packed
-    codes: uint8 of shape ((x.numel() + 1) // 2,). For an odd number of codes, the high half of the last byte is 0. With
-    `in_memory_order`, the codes of an image in channels_last with an even number of channels are (N, C / 2, H, W) instead, in
+    The arguments and the integers are `quantize`'s, in [-8, 7] or [0, 15]; the op reads x once and writes only the packed
+    integers: uint8 of shape ((x.numel() + 1) // 2,). For an odd number of elements, the high half of the last byte is
+    0. With `in_memory_order`, an image in channels_last with an even number of channels is (N, C / 2, H, W) instead, in
     channels_last, with channel 2i in the low half of channel i: both are then read in the order of memory.
 
     Raises:
@@ -217,10 +217,10 @@ def dequantize_int4(
     block_size: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the values `(codes - zero_point) * scale` of codes that `quantize_int4` packed.
+    """Return the values `(codes - zero_point) * scale` of integers that `quantize_int4` packed.
 
-    `packed` is uint8 of shape ((number of codes + 1) // 2,), `size` the shape of the row-major result; `signed` codes are
-    in [-8, 7], others in [0, 15]. The other arguments are `dequantize`'s.
+    `packed` is uint8 of shape ((number of elements + 1) // 2,), `size` the shape of the row-major result; the integers
+    are in [-8, 7] if `signed`, else in [0, 15]. The other arguments are `dequantize`'s.
 
     Raises:
         ValueError: A shape, axis, group, block size or device does not fit.

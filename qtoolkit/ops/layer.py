@@ -18,12 +18,13 @@ class Codes:
     """A tensor's place on an integer grid with one scale.
 
     Attributes:
-        codes: Its codes, int8 or uint8 and of its shape; or two codes per byte, as `qtoolkit.ops.quantize_int4` returns them;
-            or, of an image (N, C, H, W), uint8 (N, C / 2, H, W) with channel 2i in the low half of channel i.
-        scale: The step between codes, without a gradient.
-        zero_point: The code that zero maps to, or None for 0.
-        qmin: The lowest code.
-        qmax: The highest code.
+        codes: The tensor as integers, int8 or uint8 and of its shape; or two integers per byte, as
+            `qtoolkit.ops.quantize_int4` returns them; or, for an image (N, C, H, W), uint8 (N, C / 2, H, W) with
+            channel 2i in the low half of channel i.
+        scale: The step size, without a gradient.
+        zero_point: The integer that zero maps to, or None for 0.
+        qmin: The lowest quantized value.
+        qmax: The highest quantized value.
     """
 
     codes: Tensor
@@ -34,7 +35,7 @@ class Codes:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The lowest and the highest code, as ops are told."""
+        """The lowest and the highest quantized value, as ops take them."""
         return self.qmin, self.qmax
 
 
@@ -53,14 +54,14 @@ class WeightGrid:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What ops are told of it in one list (csrc/layer/layer.h)."""
+        """Its fields in one list, as ops take them (csrc/layer/layer.h)."""
         axis = () if self.axis is None else (self.axis,)
         return self.qmin, self.qmax, self.group, self.block_size, *axis
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a layer computes: with no stride a linear layer, otherwise a convolution with the arguments of torch's."""
+    """The geometry of a layer: with no stride a linear layer, otherwise a convolution with the arguments of torch's."""
 
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
@@ -71,7 +72,7 @@ class Geometry:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The same in one list, as ops are told (csrc/layer/layer.h).
+        """The same in one list, as ops take it (csrc/layer/layer.h).
 
         Raises:
             ValueError: The fields are not of one number of spatial dimensions.
@@ -88,7 +89,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RawInput:
-    """What the input of a layer was before it was fake-quantized, where only its scale is trained.
+    """The input of a layer before it was fake-quantized, where only its scale is trained.
 
     Attributes:
         values: The tensor, without a gradient.
@@ -143,7 +144,7 @@ def quant_weight(
 
 
 def _of_weight(weight: Tensor, grid: WeightGrid, factor: Tensor | None, updated: Tensor | None) -> tuple[Any, ...]:
-    """Return what ops are told of a weight, in the order of their schemas."""
+    """Return the arguments of ops for a weight, in the order of their schemas."""
     return weight, factor, grid.scale, grid.zero_point, grid.numbers, grid.grad_factor, updated
 
 
@@ -165,16 +166,16 @@ def quant_layer(
 
     Output and gradients are the same as of `quant_weight` followed by torch's layer, bit for bit, except for the gradient
     of an image (at most 4 channels) that a 2-d convolution with a stride reads on the CPU: it is computed as a convolution of
-    its own, several times as fast, and rounds otherwise. Backward keeps the codes of x, 1 byte an element (half a byte if they
+    its own, several times as fast, and rounds otherwise. Backward keeps x as integers, 1 byte an element (half a byte if they
     are packed), and the weight as it is, not its quantized values.
 
-    With `integer`, the sums of products are computed on the codes, exactly: by torch's int8 kernels for convolutions and
-    linear layers on the CPU, by products of int8 matrices for those without groups on a GPU, in float on integers elsewhere.
+    With `integer`, the sums of products are exact integer sums: by torch's int8 kernels for convolutions and
+    linear layers on the CPU, by products of int8 matrices for layers without groups on a GPU, in float on integers elsewhere.
     The output differs from the composition's by rounding alone; a NaN in x makes every result NaN, one in the weight all of its
     output channel. The gradients are the straight-through ones of the composition, computed in channels_last. The weight's
-    grid has no zero point, codes that fit in int8, and one scale or one per output channel.
+    grid has no zero point, integers that fit in int8, and one scale or one per output channel.
 
-    With `raw`, what x was before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
+    With `raw`, the tensor before it was fake-quantized, x has no gradient, and the scale gets its own from the gradient of the
     weight for another input, which takes less time for an image: the sum of the same terms in another order.
 
     `updated` has the indices of the output channels, int64, in which the weight has a gradient, and with it the factor and the

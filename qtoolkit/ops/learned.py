@@ -1,6 +1,6 @@
 """Learned quantizers: a trained range, a soft staircase, uneven levels, an interval of magnitudes, a trained scale.
 
-Those of inputs save the input and the parameters for backward. Double backward raises NotImplementedError.
+Quantizers of inputs save the input and the parameters for backward. Double backward raises NotImplementedError.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def fake_quant_clipped(
     (arXiv 1805.06085) and of TensorFlow's fake_quant_with_min_max_vars.
 
     With a steepness k (as many elements as scale, positive), the gradient of x inside the range is the slope of the soft
-    staircase of DSQ (arXiv 1908.05033), whose stairs are the codes: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1]
+    staircase of DSQ (arXiv 1908.05033), whose stairs are the steps: `(tanh(k (f - 1/2)) / tanh(k / 2) + 1) / 2` at f in [0, 1]
     of a step. In the paper's terms, `k = log(2 / alpha - 1)`. Without one it is straight-through.
 
     Raises:
@@ -68,7 +68,7 @@ def fake_quant_levels(
 ) -> Tensor:
     """Round x to the nearest of levels that are multiples of a scale, such as sums of powers of two (APoT, arXiv 1909.13144).
 
-    The gradient in x passes up to the highest level, judged before rounding. That of the scale is `level - x / scale` inside
+    The gradient in x passes up to the highest level, judged before rounding. Scale has the gradient `level - x / scale` inside
     and the level outside.
 
     Args:

@@ -19,7 +19,7 @@ def has_values(*tensors: Tensor) -> bool:
 
 
 def check_values(x: Tensor, amax: Tensor, unsigned: bool) -> None:
-    """Raise an error for values that have no codes, where values can be checked. NaN and infinities in x may be in amax."""
+    """Raise an error for values that cannot be quantized, where values can be checked. If x has NaN or infinities, amax may."""
     if not has_values(x, amax) or amax.numel() == 0:
         return
     if unsigned and bool((x < 0).any()):
@@ -37,10 +37,10 @@ def check_values(x: Tensor, amax: Tensor, unsigned: bool) -> None:
 def tensor_quant(
     x: Tensor, amax: Tensor, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return codes, stored as floats, and their multiplier: `tensor_quant` of pytorch-quantization 2.x.
+    """Return quantized values, stored as floats, and their multiplier: `tensor_quant` of pytorch-quantization 2.x.
 
-    `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax`: a multiplier, not ONNX's step. For new
-    code use `quantize`, which computes the codes of deployed models. Arithmetic is float32 (float64 for float64). The
+    `q = clamp(round_half_even(x * scale), minb, maxb)` with `scale = maxb / amax`: a multiplier, not ONNX's step. In new
+    programs use `quantize`, which computes the integers of deployed models. Arithmetic is float32 (float64 for float64). The
     gradient in x passes where |x| <= amax; amax has none.
 
     Values are checked on CPU tensors only, since the check would wait for a GPU. On a GPU the magnitude of amax is used,
@@ -49,12 +49,12 @@ def tensor_quant(
     Args:
         x: Input of any shape; float32, float64, bfloat16 or float16.
         amax: Largest magnitude, broadcast to x's shape. 2^-24 or less gives zeros.
-        num_bits: Bits of a code, 1 to 64.
-        unsigned: Codes from 0 to 2^num_bits - 1.
-        narrow_range: Omit the lowest signed code.
+        num_bits: Bits of a quantized value, 1 to 64.
+        unsigned: Integers from 0 to 2^num_bits - 1.
+        narrow_range: Omit the lowest signed integer.
 
     Returns:
-        The codes, with x's shape, dtype and memory format, and the multiplier, with amax's shape and x's dtype: 1 if
+        The quantized values, with x's shape, dtype and memory format, and the multiplier, with amax's shape and x's dtype: 1 if
         amax is 2^-24 or less.
 
     Raises:
@@ -78,7 +78,7 @@ def fake_tensor_quant(
 ) -> Tensor:
     """Round x to an integer grid and back: `fake_tensor_quant` of pytorch-quantization 2.x.
 
-    The codes of `tensor_quant`, with its arguments and errors, divided by its multiplier. For new code use `fake_quant`, whose
+    The values of `tensor_quant`, with its arguments and errors, divided by its multiplier. New programs use `fake_quant`, whose
     grid is ONNX's. The result has the shape, dtype and memory format of x. The gradient in x passes where |x| <= amax, for
     which one bit per element is saved; amax has none.
 

@@ -56,8 +56,8 @@ def observe_minmax_(
 
     Args:
         x: Input; an empty one changes nothing.
-        lo: Lowest values so far, float32 or float64, one per channel (or block, row-major); start with +inf.
-        hi: Highest values so far; start with -inf.
+        lo: Lowest values observed, float32 or float64, one per channel (or block, row-major); start with +inf.
+        hi: Highest values observed; start with -inf.
         momentum: Weight of x's range in a moving average (the convention of batch norm), which begins with the first range
             that is not [0, 0]; or None for the overall range.
         axis: Channel axis, or None for per tensor.
@@ -83,18 +83,18 @@ def observe_minmax_(
 def grid_of_range(
     lo: Tensor, hi: Tensor, qmin: int = -128, qmax: int = 127, symmetric: bool = True, pow2_scale: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the scale and zero point whose codes cover the range [lo, hi].
+    """Return the scale and zero point whose grid covers the range [lo, hi].
 
     The range is widened to include zero, which is always representable. Symmetric: scale = max(|lo|, |hi|) / qmax (for
-    codes from 0 up: hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round_half_even(lo / scale),
+    integers from 0 up: hi / qmax). Affine: scale = (hi - lo) / (qmax - qmin), zero_point = qmin - round_half_even(lo / scale),
     in [qmin, qmax]. The scale is at least the smallest normal float32. A range of zero width, which any scale covers, gets
     the largest scale of the others, or 1 if there are none.
 
     Args:
         lo: Lowest values, float32 or float64, any shape.
         hi: Highest values, of the same shape and dtype.
-        qmin: Lowest code.
-        qmax: Highest code; positive if symmetric.
+        qmin: Lowest quantized value.
+        qmax: Highest quantized value; positive if symmetric.
         symmetric: Whether the grid has no zero point.
         pow2_scale: Round the scale up to a power of two.
 
@@ -103,7 +103,7 @@ def grid_of_range(
         an initial range, [+inf, -inf], counts as one of zero width.
 
     Raises:
-        ValueError: A shape, device or range of codes does not fit.
+        ValueError: A shape, device or range of integers does not fit.
         TypeError: A dtype does not fit.
 
     Example:
@@ -140,7 +140,7 @@ def observe_fake_quant(
     op does not wait for the device. Without `skipped`, NaN or infinities in x propagate to the range and the scale.
 
     Raises:
-        ValueError: A shape, axis, group, range of codes, device or the momentum does not fit.
+        ValueError: A shape, axis, group, range of integers, device or the momentum does not fit.
         TypeError: A dtype does not fit.
         NotImplementedError: lo, hi, scale or zero_point requires grad.
 
@@ -220,7 +220,7 @@ def search_range(
       smaller one has no divergence, even if it clips.
     - "percentile": the range that holds `percentile` % of the values, with counts spread evenly within a bin.
 
-    A symmetric range is [-t, t] ([0, t] for codes from 0 up); every edge of a bin is a candidate for t. An affine range is
+    A symmetric range is [-t, t] ([0, t] for integers from 0 up); every edge of a bin is a candidate for t. An affine range is
     [-a, b]: the search tries a grid of pairs of edges, then the neighbours of the best pair down to single bins;
     "percentile" removes half of the rest on each side. Of equal ranges the widest is chosen. The op runs on the CPU (it
     waits for a GPU), with channels in parallel, in about a millisecond for 2048 bins and 8 bits.
@@ -229,8 +229,8 @@ def search_range(
         counts: int64 of shape (bins,) or (channels, bins), an even number of bins, 2 to 2^24.
         lo: Lowest values of the histograms' ranges, float32, one per channel.
         hi: Highest values.
-        qmin: Lowest code, at most 0.
-        qmax: Highest code.
+        qmin: Lowest quantized value, at most 0.
+        qmax: Highest quantized value.
         method: "percentile", "mse", "l2" or "entropy".
         percentile: For "percentile": the share of the values to keep, in (0, 100].
         symmetric: Whether the grid has no zero point.

@@ -1,4 +1,4 @@
-"""What exporters record of a quantizing op."""
+"""The records of exporters for a quantizing op."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def are_ops_taken() -> bool:
 
 
 def is_written_to_file() -> bool:
-    """Return whether what is computed becomes nodes of an ONNX file, also where the caller of the exporter notes the ops."""
+    """Return whether ops become nodes of an ONNX file, also where the caller of the exporter notes the ops."""
     return are_ops_taken() or running().for_onnx
 
 
@@ -52,7 +52,7 @@ def recorded(
     group: int,
     block_size: int,
 ) -> Tensor | None:
-    """Return what torch.onnx.export records of a quantizing op; None where that is the op.
+    """Return the record of torch.onnx.export for a quantizing op; None where that is the op.
 
     The TorchScript exporter records the op, and asks the symbolic functions for its form. The other one has a table of
     translations for each call of torch.onnx.export, so the nodes are written here.

@@ -1,6 +1,6 @@
-"""The arithmetic of runtimes on codes: the ops themselves.
+"""The integer arithmetic of runtimes: the ops themselves.
 
-csrc/library.cpp has the schema of each with its meaning, csrc/requantize.h the formulas and their sources. Those that a
+csrc/library.cpp has the schema of each with its meaning, csrc/requantize.h the formulas and their sources. Ops that a
 converted model keeps are functions, since pickles name them.
 """
 

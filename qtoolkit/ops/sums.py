@@ -1,4 +1,4 @@
-"""Exact sums of products of integer codes. csrc/exact_sums.h has the rule of what is exact."""
+"""Exact sums of products of integers. csrc/exact_sums.h has the rule for exactness."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ LARGEST_IN_TF32 = 2**11  # integers up to here have no more bits than TF32
 
 @dataclass(frozen=True)
 class Bounds:
-    """How large the sums of products with a weight's codes may be.
+    """How large the sums of products with a quantized weight may be.
 
     Attributes:
         sums: The largest magnitude of a sum, and of any part of one.
         weights: The largest sum of the magnitudes of the weights of one output.
-        low: The lowest code of the input, zero or less.
+        low: The lowest integer of the input, zero or less.
         high: The highest, zero or more.
-        digit_bits: 0 if every sum is exact in float32; otherwise the largest number of bits of a code's digits whose sums
+        digit_bits: 0 if every sum is exact in float32; otherwise the largest number of bits of an integer's digits whose sums
             are, or -1 for none.
-        other: The largest magnitude of a weight's code.
+        other: The largest magnitude of an integer of a weight.
     """
 
     sums: float
@@ -36,7 +36,7 @@ class Bounds:
 
     @classmethod
     def of(cls, positive: Tensor, negative: Tensor, low: int, high: int, other: int = 128) -> "Bounds":
-        """Return the bounds for an input's codes in [low, high], low <= 0 <= high.
+        """Return the bounds for the integers of an input in [low, high], low <= 0 <= high.
 
         `positive` and `negative` are the sums of each output's positive weights, and of the magnitudes of its negative ones.
         """
@@ -46,7 +46,7 @@ class Bounds:
 
     @classmethod
     def of_two(cls, terms: int, codes: tuple[int, int], others: tuple[int, int]) -> "Bounds":
-        """Return the bounds for sums of so many products of two activations, by the lowest and highest code of each."""
+        """Return the bounds for sums of so many products of two activations, by the lowest and highest integer of each."""
         largest, other = max(-codes[0], codes[1]), max(-others[0], others[1])
         sums, weights = float(terms * largest * other), float(terms * other)
         return cls(sums, weights, *codes, library.digit_bits(sums, weights), other)
@@ -76,7 +76,7 @@ def has_int8_product(device: torch.device) -> bool:
 def may_transform(x: Tensor, convolves: bool) -> bool:
     """Return whether the float32 kernels of a layer may transform their operands: convolutions on a GPU (Winograd, FFT).
 
-    The errors of their sums of codes exceed one half: rounding does not mend them.
+    The errors of their integer sums exceed one half: rounding does not remove them.
     """
     return x.is_cuda and convolves
 
@@ -90,8 +90,8 @@ def may_round(x: Tensor, bounds: Bounds) -> bool:
 def exact_sums(product: Product, x: Tensor, weight: Tensor, bounds: Bounds, transforms: bool = False) -> Tensor:
     """Return the exact sums of products of integers in float32, as integers in float32 or float64.
 
-    `product` is a convolution, a matrix product or another op that is linear in both arguments. Where float32 cannot hold a
-    sum, the codes of x are split into digits of fewer bits: each part's sums are exact in float32, whose kernels are much
+    `product` is a convolution, a matrix product or another op that is linear in both arguments. If float32 cannot hold a
+    sum, the integers of x are split into digits of fewer bits: each part's sums are exact in float32, whose kernels are much
     faster than float64's. With `transforms` (see `may_transform`) it computes in float64.
     """
     if transforms or bounds.digit_bits < 0 or may_round(x, bounds):

@@ -10,7 +10,7 @@ LARGEST_CODE = 2**30
 
 
 def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return the steps of the sums of products of two tensors' codes: one, or one per output channel; without gradients.
+    """Return the steps of the integer sums of products of two tensors: one, or one per output channel; without gradients.
 
     Source: onnxruntime, core/optimizer/qdq_transformer/weight_bias_quantization.cc (the product is rounded to float32).
     """
@@ -21,7 +21,7 @@ def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
 def on_grid(bias: Tensor, steps: Tensor, fits: bool = False) -> Tensor:
     """Return the multiples of some steps, float32, nearest to a bias; gradients pass straight through.
 
-    Unless `fits`, larger steps are taken where codes do not fit in int32; `qtoolkit.convert` enlarges the weight's scales
+    Unless `fits`, larger steps are taken where values do not fit in int32; `qtoolkit.convert` enlarges the weight's scales
     there.
     """
     # `bias_on_grid` of csrc/unit/unit_scales.h is the same in a unit's op. Exporters record these ops, and have no such op.
@@ -31,12 +31,12 @@ def on_grid(bias: Tensor, steps: Tensor, fits: bool = False) -> Tensor:
 
 
 def codes_of(bias: Tensor, steps: Tensor) -> Tensor:
-    """Return the int32 codes of a bias on the grid of these steps."""
+    """Return a bias as int32 on the grid of these steps."""
     return ops.quantize(bias, steps, None, -LARGEST_CODE, LARGEST_CODE, _axis(steps), 1, 0, torch.int32)
 
 
 def enlarged(weight_scale: Tensor, input_scale: Tensor, bias: Tensor) -> Tensor:
-    """Return a weight's scales, as much larger as the codes of a bias need to stay within LARGEST_CODE.
+    """Return a weight's scales, enlarged so that the integers of a bias stay within LARGEST_CODE.
 
     Source: onnxruntime's quantization tool does the same (pull request 22020).
     """

@@ -1,4 +1,4 @@
-"""Capability: what the codes of a quantizer are, and so what can compute on them."""
+"""Capability: the properties of a quantizer's integers, on which it depends which ops can compute on them."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from qtoolkit.config import QuantSpec
 
 @dataclass(frozen=True)
 class Capability:
-    """What the codes of a quantizer are."""
+    """The properties of a quantizer's integers."""
 
-    bits: int | None = None  # bits of a code; None where codes are no integers
-    signed: bool = True  # whether codes may be negative
-    zero_point: bool = False  # whether zero may have another code than 0
+    bits: int | None = None  # bits of a quantized value; None where it is no integer
+    signed: bool = True  # whether quantized values may be negative
+    zero_point: bool = False  # whether zero may map to another integer than 0
     axis: int | None = None  # the dimension along which scales differ; None for one scale
     # whether the quantizer does nothing but to round its input to a grid that does not depend on it
     direct: bool = False
@@ -20,7 +20,7 @@ class Capability:
 
     @classmethod
     def of(cls, spec: QuantSpec, direct: bool = True, plain: bool = True) -> "Capability":
-        """Return the capability of the codes of a spec.
+        """Return the capability of a spec.
 
         Example:
             >>> Capability.of(qt.QuantSpec(bits=4, axis=0))
@@ -31,17 +31,17 @@ class Capability:
 
     @property
     def sums(self) -> bool:
-        """Whether products of its codes with others are summed in int32, as a weight's are: integers of at most 8 bits."""
+        """Whether its products are summed in int32, as a weight's are: integers of at most 8 bits."""
         return self.bits is not None and self.bits <= 8
 
     @property
     def codes(self) -> bool:
-        """Whether a tensor on its grid has codes of at most a byte with one scale, as kernels take and give them."""
+        """Whether a tensor on its grid has integers of at most a byte with one scale, as kernels take and return them."""
         return self.sums and self.direct and self.axis is None
 
     @property
     def packed(self) -> bool:
-        """Whether two codes are kept in a byte."""
+        """Whether two integers are kept in a byte."""
         return self.bits is not None and self.bits <= 4
 
 

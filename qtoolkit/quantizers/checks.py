@@ -1,4 +1,4 @@
-"""What a TensorQuantizer refuses, as errors that begin with its name."""
+"""The errors of a TensorQuantizer, which begin with its name."""
 
 from typing import TYPE_CHECKING
 
@@ -40,11 +40,11 @@ def check_type(quantizer: "RangedQuantizer", x: Tensor) -> None:
 
 
 def check_not_recomputing(run: Run, name: str) -> None:
-    """Raise RuntimeError if the quantizer of this name would observe a second time what it observed in the forward."""
+    """Raise RuntimeError if the quantizer of this name would observe an input of the forward a second time."""
     if run.recomputes:
         raise RuntimeError(
             f"quantizer {name!r} observes in a forward that gradient checkpointing recomputes, so that its range, and the "
-            f"gradients, would differ from those of the first forward. Calibrate before training and set observing=False, "
+            f"gradients, would differ from the first forward's. Calibrate before training and set observing=False, "
             f"as qtoolkit.freeze_ranges(model, 'activations') does, or do not checkpoint this part of the model."
         )
 
@@ -70,7 +70,7 @@ def not_ready(quantizer: "RangedQuantizer") -> RuntimeError:
 
 
 def check_spec(quantizer: "RangedQuantizer") -> None:
-    """Raise ValueError if its spec is one with other codes than it was made for: its scale and its observer are not."""
+    """Raise ValueError if its spec has other integers than it was made for: its scale and its observer have not."""
     differing = quantizer.differing({"spec": spec_fields(quantizer.made_for)})
     if differing is not None:
         raise ValueError(

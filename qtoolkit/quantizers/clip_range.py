@@ -33,7 +33,7 @@ def share_clipped(quantizer: TensorQuantizer | Grid, observer: Observer) -> floa
 def saturates(low: float, high: float, grid: Grid) -> bool:
     """Return whether quantizing clips a tensor at least as far as the bounds [low, high] of an activation before it do.
 
-    No code then changes if the activation is left out. NaN gives False; the grid has one scale. Source: onnxruntime,
+    No quantized value then changes if the activation is left out. NaN gives False; the grid has one scale. Source: onnxruntime,
     IsClipMadeRedundantByQ in core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc, with the range of this grid.
 
     Example:

@@ -1,7 +1,7 @@
-"""What goes wrong with a range in the first steps of a training is said, by name.
+"""Warnings about ranges that go wrong in the first steps of a training, by name.
 
 A watcher looks at the quantizers that were calibrated lately, after each step of an optimizer. It warns, and changes no number.
-Nothing waits for the device but the few steps in `LOOKED_AT` and `GROWTH_AT`.
+Only the few steps in `LOOKED_AT` and `GROWTH_AT` wait for the device.
 """
 
 import math
@@ -30,14 +30,14 @@ GROWTH_AT = (1, 2, 5, 10, 20, 50, 100)  # the steps after which learned scales a
 FAR = 8.0  # times its start, or this part of it
 MUCH_CLIPPED = 0.05  # the best range of eight levels for a normal distribution clips 3 %
 RANGES = (
-    "Calibrate again on data like that of training (qtoolkit.calibrate), with the model in training mode, and take a signed "
+    "Calibrate again on data as in training (qtoolkit.calibrate), with the model in training mode, and take a signed "
     "spec for values of both signs"
 )
 
 
 @dataclass(slots=True)
 class Watched:
-    """What a watcher knows of a quantizer."""
+    """The facts of a watcher about a quantizer."""
 
     steps: int = 0  # that optimizers have taken since the calibration
     clip_check_due: bool = False  # whether the next forward in training looks at its input
@@ -45,7 +45,7 @@ class Watched:
 
 
 def much_clipped(quantizer: "TensorQuantizer", share: float | None) -> bool:
-    """Return whether a share of clipped values is too much, which a percentile may ask for, and few codes make best."""
+    """Return whether a share of clipped values is too much: a percentile may ask for it, and few bits need it."""
     asked = quantizer.spec.bits <= 2 or quantizer.spec.observer_args.get("method") == "percentile"
     return (share or 0) > MUCH_CLIPPED and not asked
 
@@ -134,15 +134,15 @@ class Watcher:
 
 
 def _is_trained(quantizer: "TensorQuantizer") -> bool:
-    """Return whether learned scales have gradients: not before their training begins, nor in a copy of an averaged model."""
+    """Return whether learned scales have gradients: after their training begins, and not in a copy of an averaged model."""
     own = [*quantizer.parameters()]
     return not own or any(parameter.grad is not None for parameter in own)
 
 
 def after(watched: Watched, of_input: bool) -> Watched:
-    """Return what is known of a quantizer after one more step.
+    """Return the facts about a quantizer after one more step.
 
-    A new object where the next forward looks at its input, and after it: code that runs a quantizer in another op notices.
+    A new object where the next forward looks at its input, and after it: an op that computes the quantizer too notices.
     """
     steps = watched.steps + 1
     waits = watched.clip_check_due and watched.clipped is None  # for a forward, while another optimizer steps

@@ -1,4 +1,4 @@
-"""What is said about scales of float16, and which scales no file can have."""
+"""Warnings about scales of float16, and the scales that no file can have."""
 
 import warnings
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ def warn_of_raised(quantizers: "Mapping[str, TensorQuantizer]", what: str, stack
     if raised:
         warnings.warn(
             f"{what}: scales below 2**-14, the smallest number of 11 bits in float16, are raised to it, so that their tensors "
-            f"have fewer codes: {some(raised)}. If these are not channels of zeros, scale the tensors up, or give their "
+            f"use fewer integers: {some(raised)}. If these are not channels of zeros, scale the tensors up, or give their "
             f"layers scale_dtype='float32' in the QConfigMapping.",
             stacklevel=stacklevel,
         )
@@ -35,10 +35,10 @@ def warn_of_raised(quantizers: "Mapping[str, TensorQuantizer]", what: str, stack
 
 def warn_of_other_type(saved: str, own: str) -> None:
     """Warn that a state dict is of a training with scales of another type. Python shows it once, not for each quantizer."""
-    effect = "are rounded to that type where they are read" if own == "float16" else "are no longer rounded"
+    effect = "are rounded to that type where they are read" if own == "float16" else "are not rounded"
     warnings.warn(
         f"load_state_dict: the state dict is of a training with scale_dtype={saved!r}, and the model has scale_dtype={own!r}: "
-        f"its scales {effect}, and some codes of weights and activations differ from that training's; evaluate the model, or "
+        f"its scales {effect}, and some quantized weights and activations differ from that training's; evaluate the model, or "
         f"train on.",
         stacklevel=2,
     )

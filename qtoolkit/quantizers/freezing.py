@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def frozen_form(quantizer: "TensorQuantizer") -> Grid | DynamicActivation | ShapedActivation:
-    """Return a Grid with the present scale; with what shapes its input, if the quantizer does. It is off if this one is.
+    """Return a Grid with the present scale, and with the shape function of the quantizer, if it has one. It is off if this is.
 
     Raises:
         RuntimeError: It has no range.
-        ValueError: A scale is not positive and finite, or the spec was exchanged for one with other codes.
+        ValueError: A scale is not positive and finite, or the spec was exchanged for one with other integers.
     """
     kind, name, inserted = quantizer.kind, quantizer.name, quantizer.inserted
     if not quantizer.ready:

@@ -25,7 +25,7 @@ SMALLEST_CODES = {
 
 
 def code_dtype(qmin: int, qmax: int) -> torch.dtype:
-    """Return the smallest integer dtype that holds the codes [qmin, qmax].
+    """Return the smallest integer dtype that holds [qmin, qmax].
 
     Example:
         >>> code_dtype(-8, 7), code_dtype(0, 255), code_dtype(0, 256)
@@ -56,19 +56,20 @@ class Grid(Quantizer):
     """Quantize and dequantize with a fixed scale. `qtoolkit.convert` replaces each TensorQuantizer by a Grid.
 
     Args:
-        scale: Positive, finite steps between codes, float32 or float64: one element, or one per channel or group. It is
+        scale: Positive, finite step sizes, float32 or float64: one element, or one per channel or group. It is
             rounded to the type that the spec says.
         zero_point: The zero points, stored as floats, of the scale's shape; None for a symmetric spec.
-        spec: Range of codes and channel axis.
+        spec: Range of integers and channel axis.
         group: Groups of dimension 0 (see `qtoolkit.ops`).
         name: The quantizer's name in error messages.
         of_weight: Whether it quantizes a weight.
         inserted: Whether a graph pass inserted it as a node of its own.
-        shape: What shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
+        shape: A function that shapes a weight before it is rounded, or None (see `QuantizerKind.shape`).
 
     Attributes:
         quantizing: Whether forward quantizes; otherwise it returns its input (see `qtoolkit.disable_quantization`).
-        shape: What shapes a weight, as given. The export exchanges it for the shaped weight while it writes a file.
+        shape: The function that shapes a weight, as given. The export exchanges it for the shaped weight while it writes a
+            file.
         quantizes_as: How a runtime quantizes floats, of x, scale, zero point, qmin and qmax, where it rounds otherwise than
             `fake_quant`; else None.
 
@@ -126,22 +127,22 @@ class Grid(Quantizer):
         self._kernel = Unregistered(kernel)
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the integer codes of x; of a small float format, the places of its numbers (`spec_ops.float_codes`).
+        """Return x as integers; for a small float format, the places of its numbers (`spec_ops.float_codes`).
 
         Raises:
-            ValueError: The format has no codes.
+            ValueError: The format has no integers.
         """
         spec = self.spec
         if spec.element in LARGEST:
             return float_codes(spec, x, self.scale, self.group)
         if spec.format != "int":
-            raise ValueError(f"Grid.codes: format={spec.format!r} has no integer codes; call the grid for its values.")
+            raise ValueError(f"Grid.codes: format={spec.format!r} has no integers; call the grid for its values.")
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
         x = x if self.shape is None else self.shape(x)
         return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return the values of codes."""
+        """Return the values of integers."""
         spec = self.spec
         if spec.element in LARGEST:
             return float_values(spec, codes, self.scale, self.group)

@@ -1,4 +1,4 @@
-"""What ops are told that compute a quantizer with more than it."""
+"""Arguments of ops that compute a quantizer and more."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from qtoolkit.running import Run, running
 
 
 def raw_input(quantizer: TensorQuantizer, x: Tensor) -> RawInput | None:
-    """Return an input with what a layer needs to train its scale; None where a gradient goes elsewhere too."""
+    """Return an input with the tensors that a layer needs to train its scale; None where a gradient goes elsewhere too."""
     kind = quantizer.kind
     if x.requires_grad or not (kind.LEARNED and quantizer.capability.plain):
         return None

@@ -1,4 +1,4 @@
-"""What a TensorQuantizer takes from a state dict besides its tensors."""
+"""The entries that a TensorQuantizer takes from a state dict besides its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def metadata_of(quantizer: "TensorQuantizer", state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return what a state dict without metadata tells of its spec: the bits by which its scale covers its range."""
+    """Return the facts about its spec in a state dict without metadata: the bits by which its scale covers its range."""
     found = [state_dict.get(prefix + name) for name in ("_scale", "observer.lo", "observer.hi")]
     values = [whole(each).cpu() for each in found if isinstance(each, Tensor) and not each.is_meta]
     if not quantizer.kind.follows(quantizer) or len(values) < 3 or len({each.shape for each in values}) > 1:

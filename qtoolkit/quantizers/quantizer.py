@@ -12,9 +12,9 @@ from qtoolkit.config.formats import WeightCodes
 from qtoolkit.quantizers.capability import NO_CODES, Capability
 from qtoolkit.quantizers.state import KeepsFloat32
 
-# By how much unsigned codes of 8 bits are higher than signed ones in a file, as their zero point is.
+# By how much unsigned 8-bit integers are higher than signed ones in a file, as their zero point is.
 UINT8_OFFSET = 128
-# The largest magnitude of int8 codes whose products with uint8 codes fit in 16 bits two by two: 255 * 64 * 2 < 2**15.
+# The largest magnitude of int8 values whose products with uint8 fit in 16 bits two by two: 255 * 64 * 2 < 2**15.
 LARGEST_SAFE_CODE = 64
 
 
@@ -53,7 +53,7 @@ class Quantizer(KeepsFloat32):
     # the type in which ONNX files store the codes of a weight, where `shifts` says that both will do; the codes themselves do
     # not depend on it. Those who know the target set it (`store_weights_as`): exporters of torch do not
     weight_codes: WeightCodes = "int8"
-    capability: Capability  # what its codes are, while it quantizes with a range
+    capability: Capability  # what its integers are, while it quantizes with a range
 
     def __init__(self, spec: QuantSpec, group: int, name: str, *, of_weight: bool, inserted: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Quantizer(KeepsFloat32):
 
     @property
     def capability_now(self) -> Capability:
-        """What its codes are: none while it is off, or has no range."""
+        """The capability of its integers; None while it is off, or has no range."""
         return self.capability if self.quantizing and self.ready else NO_CODES
 
     scale: Any  # a Tensor: a buffer of one class, a property of the other
@@ -79,11 +79,11 @@ class Quantizer(KeepsFloat32):
 
     @property
     def shifts(self) -> bool:
-        """Whether a file can store the codes in uint8 instead of int8: codes of a weight with one byte each.
+        """Whether a file can store the integers in uint8 instead of int8: a weight with one byte each.
 
-        Codes of seven bits and fewer stay signed: their sums of products fit in 16 bits. So do codes in blocks, which no
-        integer kernel takes, and codes of the first operand of a matrix product with a scale for each row: onnxruntime
-        computes such a product in float, and fails at a zero point for each row.
+        Integers of seven bits and fewer stay signed: their sums of products fit in 16 bits. Weights in blocks, which no
+        integer kernel takes, stay signed too, and the first operand of a matrix product with a scale for each row:
+        onnxruntime computes such a product in float, and fails at a zero point for each row.
         """
         spec = self.spec
         one_byte = spec.format == "int" and -UINT8_OFFSET <= spec.qmin < -LARGEST_SAFE_CODE
@@ -92,11 +92,11 @@ class Quantizer(KeepsFloat32):
 
     @property
     def stored_in_uint8(self) -> bool:
-        """Whether a file has the codes in uint8."""
+        """Whether a file has the integers in uint8."""
         return self.weight_codes == "uint8" and self.shifts
 
     def in_uint8(self, x: Tensor, spec: QuantSpec) -> Tensor:
-        """Return the values of x on the grid of a spec, computed by the codes that the file has."""
+        """Return the values of x on the grid of a spec, computed from the integers that the file has."""
         signed = torch.zeros_like(self.scale) if self.zero_point is None else self.zero_point
         code_range = spec.qmin + UINT8_OFFSET, spec.qmax + UINT8_OFFSET
         return ops.fake_quant(x, self.scale, signed + UINT8_OFFSET, *code_range, spec.axis, self.group)
@@ -145,7 +145,7 @@ class Quantizer(KeepsFloat32):
         if differing is not None:
             raise ValueError(
                 f"quantizer {self.name!r}: its spec in the state dict has {differing}; prepare the model with the backend and "
-                f"the QConfigMapping of the saved model, with what the state dict has written in the QuantSpec of its rule, or "
+                f"the QConfigMapping of the saved model, with the fields from the state dict in the QuantSpec of its rule, or "
                 f"load only the entries of the float model."
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
@@ -155,7 +155,7 @@ class Quantizer(KeepsFloat32):
 
 
 def spec_fields(spec: QuantSpec) -> dict[str, Any]:
-    """Return the part of a spec that a state dict has: not how ranges are observed, nor the training options."""
+    """Return the part of a spec that a state dict has: without the options of observers and of training."""
     unneeded = ("observer", "observer_args", "quantizer_args")
     return {name: value for name, value in spec.values().items() if name not in unneeded}
 
@@ -177,6 +177,6 @@ def named_quantizers(module: nn.Module, types: type[Quantizer] = Quantizer) -> d
 
 
 def store_weights_as(weight_codes: WeightCodes, module: nn.Module) -> None:
-    """Tell the quantizers in a module in which type ONNX files store the codes of weights."""
+    """Tell the quantizers in a module in which type ONNX files store quantized weights."""
     for quantizer in named_quantizers(module).values():
         quantizer.weight_codes = weight_codes

@@ -30,7 +30,7 @@ DYNAMIC = Dynamic()
 class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
     """The part of `TensorQuantizer`, which has its arguments, that has the range: scale, zero point and observer.
 
-    Its kind, an entry of the table of quantizers, reads and writes what is stored.
+    Its kind, an entry of the table of quantizers, reads and writes the stored tensors.
     """
 
     _scale: Tensor
@@ -110,7 +110,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def scale(self) -> Tensor:
-        """Steps between codes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
+        """Step sizes, positive: 0-d, or one per channel or group. Detached; NaN while there is no range."""
         with torch.no_grad():  # a node that saves tensors would upset gradient checkpointing, which counts them
             return self.grid()[0].abs()
 
@@ -120,7 +120,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
 
     @property
     def zero_point(self) -> Tensor | None:
-        """Codes of zero, as floats; None for a symmetric spec."""
+        """Integers that zero maps to, as floats; None for a symmetric spec."""
         with torch.no_grad():
             zero_point = self.kind.grid(self)[1]
             return None if zero_point is None else zero_point.round()
@@ -200,14 +200,14 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.kind.set_grid(self, scale, zero_point)
 
     def load_observed(self) -> tuple[Tensor, Tensor]:
-        """Set the grid from the range observed so far, and return that range.
+        """Set the grid from the observed range, and return that range.
 
         Warns:
             UserWarning: A range that is trained would start from zeros.
 
         Raises:
             RuntimeError: Nothing was observed.
-            ValueError: An observed value is not finite, or the spec was exchanged for one with other codes.
+            ValueError: An observed value is not finite, or the spec was exchanged for one with other integers.
         """
         check_spec(self)
         if not self.observer.finite():
@@ -227,7 +227,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
     def set_weight_rate(self, quantized: Tensor, trained: Tensor) -> None:
         """Train the scale of a weight at the rate that its paper means for the parameter.
 
-        `trained` is the parameter, of the shape of what is quantized, which a batch norm may multiply before.
+        `trained` is the parameter, of the shape of the quantized tensor, which a batch norm may multiply before.
         """
         if not self.kind.LEARNED or not self.ready:
             return
@@ -238,7 +238,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.kind.set_weight_rate(self, of_quantized, of_trained, sharing)
 
     def merge_observed(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replace what was observed by what the observers of several processes did, each given by its `observer.state()`."""
+        """Replace the observations by all processes' observations, each given by its `observer.state()`."""
         shape = max((state["lo"].shape for state in states), key=lambda shape: shape.numel())
         if not self._shape_is_known and shape != self._scale.shape:
             self.resize(tuple(shape))
@@ -272,8 +272,8 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
     ) -> Tensor:
         """Multiply the scales by the change of a batch norm's factor since the last call; return a copy of the variance.
 
-        So the grid is the same in units of the weight, what is trained keeps its values, and its steps are the same. The
-        running variance and gamma, the batch norm's weight, are (C). With `frozen`, those with a frozen range move too.
+        So the grid is the same in units of the weight, trained parameters keep their values, and their steps are the same. The
+        running variance and gamma, the batch norm's weight, are (C). With `frozen`, scales with a frozen range move too.
         `of_step` has the last three arguments of `qtoolkit.ops.batch_norm_rescale_`.
         """
         moves, stored = self.kind.LEARNED or self.following or frozen, "_scale" in self._buffers
@@ -290,7 +290,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         return copy
 
     def forget_factor(self) -> None:
-        """Take the grid as that for the factor of the next call of `rescale_to_bn_factor`."""
+        """Take the grid as it is for the factor of the next call of `rescale_to_bn_factor`."""
         if self.follows_factor:
             self._factor.zero_()
 
@@ -316,7 +316,7 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
             self.resize(self.scale_shape(x))
 
     def resize(self, shape: tuple[int, ...]) -> None:
-        """Give the scale, and what was observed, this shape."""
+        """Give the scale and the observations this shape."""
         self.observer.resize(shape)
         for tensor in (each for _, each in self._own_tensors() if each.is_floating_point()):
             tensor.data = tensor.data.new_full(shape, float(tensor.detach().flatten()[0]))

@@ -50,7 +50,7 @@ def fake_quant(
 
 
 def with_factor(scale: Tensor, zero_point: Tensor | None, grad_factor: float) -> tuple[Tensor, Tensor | None, float]:
-    """Return a grid and its gradient factor as ops take them: in compiled code the factor, of a size, is outside of the op.
+    """Return a grid and its gradient factor as ops take them: compiled, the factor, of a size, is outside of the op.
 
     The op's own would be a constant there: a graph for each size. An exported program has no gradient factor.
     """
@@ -79,9 +79,9 @@ def _numbers(format: str) -> Tensor:
 
 
 def float_codes(spec: QuantSpec, x: Tensor, scale: Tensor, group: int) -> Tensor:
-    """Return the codes of x in a small float format, int16: how many numbers of the format lie between 0 and a number.
+    """Return the place of each x in a small float format, int16: how many numbers of the format lie between 0 and it.
 
-    They are negative for negative numbers. NaN has the code of the largest number.
+    They are negative for negative numbers. NaN has the place of the largest number.
 
     Example:
         >>> spec = qt.QuantSpec(bits=4, format="e2m1")
@@ -96,7 +96,7 @@ def float_codes(spec: QuantSpec, x: Tensor, scale: Tensor, group: int) -> Tensor
 
 
 def float_values(spec: QuantSpec, codes: Tensor, scale: Tensor, group: int) -> Tensor:
-    """Return the values of codes of a small float format."""
+    """Return the values at places in a small float format."""
     numbers = _numbers(spec.element).to(codes.device)[codes.abs().long()]
     return torch.where(codes < 0, -numbers, numbers) * per_element(scale, codes, spec, group).float()
 

@@ -55,7 +55,7 @@ class LoadsFloatCheckpoints(nn.Module):
         latest_load(missing_keys).add(prefix, missing, any(key.startswith(prefix) for key in state_dict))
 
     def leave_meta_device(self) -> None:
-        """Set what is not in the state dict to zero, on the device of what `load_state_dict(assign=True)` has put there."""
+        """Set tensors that are not in the state dict to zero, on the device of those from `load_state_dict(assign=True)`."""
         device = next((buffer.device for buffer in self.buffers(recurse=False) if not buffer.is_meta), None)
         for name in self._non_persistent_buffers_set if device is not None else ():
             buffer = self._buffers[name]
@@ -65,7 +65,7 @@ class LoadsFloatCheckpoints(nn.Module):
 
 @dataclass
 class _Load:
-    """What one call of `load_state_dict` found: it calls each module with the same list of missing keys."""
+    """The findings of one call of `load_state_dict`: it calls each module with the same list of missing keys."""
 
     missing_keys: list[str]
     missing: list[str] = field(default_factory=list)  # to report if the state dict is not a float model's
@@ -92,7 +92,7 @@ _LATEST = _Latest()
 
 
 def latest_load(missing_keys: list[str]) -> _Load:
-    """Return what the call of `load_state_dict` with this list of missing keys has found so far: a new list is a new call."""
+    """Return the findings of the call of `load_state_dict` with this list of missing keys: a new list is a new call."""
     if _LATEST.load.missing_keys is not missing_keys:
         _LATEST.load = _Load(missing_keys)
     return _LATEST.load

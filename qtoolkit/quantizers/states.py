@@ -1,4 +1,4 @@
-"""The states of a TensorQuantizer: what its range does in a forward. docs/design/quantizer.md has the diagram.
+"""The states of a TensorQuantizer: the behavior of its range in a forward. docs/design/quantizer.md has the diagram.
 
 A state has no data: the spec, two switches and the count of steps say which one it is (see `TensorQuantizer.state`).
 """
@@ -25,7 +25,7 @@ class Frozen:
     """The range stays."""
 
     def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
-        """Return x, quantized if `quantizing`. `run` is what runs; the others are arguments of `TensorQuantizer.forward`."""
+        """Return x, quantized if `quantizing`. The other arguments are `TensorQuantizer.forward`'s."""
         return quantizer.quantize(x) if quantizer.quantizing else x
 
 
@@ -34,7 +34,7 @@ class Learned(Frozen):
 
 
 class Calibrating(Frozen):
-    """Each forward observes its input. With `quantizing`, the range is set from what was observed so far, and quantizes."""
+    """Each forward observes its input. With `quantizing`, the range is set from all observations, and quantizes."""
 
     def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:
         check_not_recomputing(run, quantizer.name)
@@ -64,9 +64,9 @@ class FollowsWeight(Frozen):
 class FollowsData(Frozen):
     """In the first steps of a training, each forward takes its input into the range.
 
-    The scale changes at the first forward of a step, so that all forwards of a step, and those that gradient checkpointing runs
-    again in backward, have one scale. If an optimizer steps between a forward and its recomputation, the recomputation has the
-    scale of the forward, too, since it begins no step.
+    The scale changes at the first forward of a step, so that all forwards of a step, and the ones that gradient
+    checkpointing runs again in backward, have one scale. If an optimizer steps between a forward and its recomputation,
+    the recomputation has the scale of the forward, too, since it begins no step.
     """
 
     def forward(self, run: Run, quantizer: "TensorQuantizer", x: Tensor, range_of: RangeOf) -> Tensor:

@@ -1,9 +1,9 @@
 """The clock of training steps: one for the process, which each step of an optimizer advances.
 
-What holds for a step of the training, such as the scale of a range that follows the data, or the variance with which a weight
-is quantized, changes at the first forward after the clock has moved. A module keeps in a tensor what the clock showed when it
-took the present value, and compares by tensor arithmetic: nothing waits for the device, and compiled code and CUDA graphs do
-the same.
+Values that hold for a step of the training, such as the scale of a range that follows the data, or the variance with
+which a weight is quantized, change at the first forward after the clock has moved. A module keeps in a tensor what the
+clock showed when it took the present value, and compares by tensor arithmetic: nothing waits for the device, and
+compiled forwards and CUDA graphs do the same.
 
 The step of any optimizer advances it, so that the step of another model's optimizer ends a step too.
 """
@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from qtoolkit.running import is_capturing, running
 
 NEVER = -1
-"""What a module has taken from the clock before its first step."""
+"""The time that a module has before its first step."""
 
 
 class StepClock:
@@ -48,7 +48,7 @@ class StepClock:
             register_optimizer_step_post_hook(self._advance)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return what the clock shows on a device.
+        """Return the clock's value on a device.
 
         Raises:
             RuntimeError: A CUDA graph is being captured, and no forward in training has run on the device before.

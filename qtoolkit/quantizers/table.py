@@ -1,4 +1,4 @@
-"""The tables behind QuantSpec's `quantizer` and `observer`.
+"""The tables of QuantSpec's `quantizer` and `observer`.
 
 To add a learned quantizer, write a subclass of `QuantizerKind` and one line in `QUANTIZERS`. `QuantSpec(quantizer=...)`
 then knows its name and checks its options; `TensorQuantizer`, the reports, checkpoints, conversion and export need no

@@ -74,7 +74,7 @@ class TensorQuantizer(RangedQuantizer):
 
     @property
     def state(self) -> State:
-        """What its range does in a forward: one of the five states in `qtoolkit.quantizers.states`."""
+        """The behavior of its range in a forward: one of the five states in `qtoolkit.quantizers.states`."""
         if self.observing:
             return CALIBRATING
         if self.kind.LEARNED:
@@ -85,8 +85,8 @@ class TensorQuantizer(RangedQuantizer):
     def follows(self) -> bool:
         """Whether each forward takes the range anew from its input: the weight, in training mode and in eval mode.
 
-        So does every quantizer of a weight with a fixed scale and the observer "minmax" or "moving_average", until its range
-        is frozen. The range of a histogram stays: a search at each step would take longer than the step.
+        Every quantizer of a weight with a fixed scale and the observer "minmax" or "moving_average" does so, until its
+        range is frozen. The range of a histogram stays: a search at each step would take longer than the step.
 
         A quantizer does not know its weight. `scale`, `zero_point`, `amax` and the state dict have the range that was taken
         last: by a forward, by `eval()` of the model or a state dict loaded in eval mode, or by a calibration.
@@ -96,8 +96,8 @@ class TensorQuantizer(RangedQuantizer):
     def takes_range(self, run: Run) -> bool:
         """Return whether a forward takes the range of the weight.
 
-        In eval mode one that an exporter records does not: the file has the scale as a constant. Nor does one under the
-        transforms of torch.func, which cannot store it; in training mode that is an error.
+        In eval mode, a forward that an exporter records does not: the file has the scale as a constant. A forward under
+        the transforms of torch.func, which cannot store it, does not either; in training mode it raises an error.
         """
         return self.follows and (self.training or run.own_ops)
 
@@ -105,15 +105,16 @@ class TensorQuantizer(RangedQuantizer):
     def follows_data(self) -> bool:
         """Whether, in training mode, the range of an activation follows the data, by a moving average of each forward's range.
 
-        So does every fixed range of the observer "minmax" or "moving_average" in the first 200 steps after a calibration in
-        training mode. The scale changes at the first forward of a step (see `qtoolkit.quantizers.step_clock`).
+        Every fixed range of the observer "minmax" or "moving_average" does so in the first 200 steps after a
+        calibration in training mode. The scale changes at the first forward of a step (see
+        `qtoolkit.quantizers.step_clock`).
         """
         return self.count_of_steps is not None and self.following and self.kind.follows(self)
 
     def reads_input(self, run: Run) -> bool:
         """Return whether forward reads its input for more than to quantize it, so that no other op may compute it.
 
-        A recomputation of gradient checkpointing does what the forward before it did: it must save the same tensors, also where
+        A recomputation of gradient checkpointing repeats the forward before it: it must save the same tensors, also where
         an optimizer has taken a step in between.
         """
         if run.compiled:
@@ -131,7 +132,7 @@ class TensorQuantizer(RangedQuantizer):
     def steps(self) -> int:
         """Steps of the training since the calibration, while they are the first 250; then -1. Waits for the device.
 
-        To set them begins or ends what happens in the first steps.
+        Setting them begins or ends the first steps.
         """
         if self.count_of_steps is not None and not self.count_of_steps.is_meta:
             return int(self.count_of_steps[1])
@@ -161,9 +162,9 @@ class TensorQuantizer(RangedQuantizer):
         self.steps = 0
 
     def end_step(self) -> None:
-        """Note a step of an optimizer, for what is said in the first steps, and end them after the last one.
+        """Note a step of an optimizer, for the warnings of the first steps, and end them after the last one.
 
-        A range that has followed the data for all its steps takes the range of the last one, and code that observes it ends.
+        A range that has followed the data for all its steps takes the range of the last one, and observation ends.
         """
         watched, count = self.watched, self.count_of_steps
         if watched is None:
@@ -310,7 +311,7 @@ def quantizers_of(model: nn.Module) -> dict[str, TensorQuantizer]:
 
 
 def has_own_forward(quantizer: TensorQuantizer) -> bool:
-    """Return whether somebody has derived or set the quantizer's forward, which takes the tensor alone."""
+    """Return whether the quantizer's forward was overridden or set: it then takes the tensor alone."""
     return type(quantizer).forward is not TensorQuantizer.forward or "forward" in vars(quantizer)
 
 

@@ -13,8 +13,9 @@ def weight_quantizer(
     """Return a new quantizer of a weight, on the weight's device and with the weight's range.
 
     A learned scale of a parameter that is not trained (`requires_grad_(False)`) is not trained either.
-    A weight on the meta device has no range, nor has its quantizer then. Errors name the layer, and the quantizer's errors its
-    own name, by default `layer` + ".weight_quantizer". Raises ValueError if the axis or the group_size does not fit the weight.
+    A weight on the meta device has no range, and its quantizer then has none either. Errors name the layer, and the
+    quantizer's errors its own name, by default `layer` + ".weight_quantizer". Raises ValueError if the axis or the
+    group_size does not fit the weight.
 
     Example:
         >>> weight_quantizer(torch.ones(6, 64), QuantSpec(axis=1, group_size=32), "fc").scale.shape

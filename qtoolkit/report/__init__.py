@@ -23,7 +23,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     quantizers.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned, or any other model
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`, or any other model
             with quantizers.
 
     Returns:

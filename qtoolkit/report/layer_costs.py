@@ -1,4 +1,4 @@
-"""What layers with one weight cost: multiplications, bytes and bits."""
+"""The costs of layers with one weight: multiplications, bytes and bits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -65,7 +65,7 @@ def multiplications(values: int, weights: int, channels: int) -> int:
 
 
 def stored_bytes(weights: int, spec: QuantSpec | None, scales: int) -> float:
-    """Return the bytes of weights: of codes with a float32 for each scale and zero point, or of floats."""
+    """Return the bytes of weights: of integers with a float32 for each scale and zero point, or of floats."""
     if spec is None:
         return weights * FLOAT_BITS / 8
     return float(-(-weights * spec.bits // 8) + 4 * scales * (1 if spec.symmetric else 2))

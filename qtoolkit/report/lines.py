@@ -31,9 +31,9 @@ class LayerLine:
         inputs: The quantizers of its inputs; for a layer outside a graph, of all tensors that it quantizes itself.
         verdict: Whether it is quantized, with the cause.
         quantizers: All quantizers that its config controls: of its weights, of its inputs, and between its internal ops.
-        training: How a layer computes in training and what it keeps for backward (`qtoolkit.nn.set_training_arithmetic`); for
-            a batch norm, what is in one op with it, and why no more.
-        in_float: Why a layer with one weight does not compute on codes in training; of a model converted with
+        training: How a layer computes in training and which form of its input it keeps for backward
+            (`qtoolkit.nn.set_training_arithmetic`); for a batch norm, the ops that are fused with it, and why no more.
+        in_float: Why a layer with one weight does not compute in integers in training; for a model converted with
             arithmetic="integer", why its runtime computes the layer or op in float. None for others, and where they do.
     """
 
@@ -53,7 +53,7 @@ class LayerLine:
 
     @property
     def reason(self) -> str:
-        """Why it is float, or what else there is to say."""
+        """Why it is float, or another remark."""
         return self.verdict.text
 
     def within(self, name: str) -> "LayerLine":
@@ -86,7 +86,7 @@ class TensorLine:
 
     @property
     def title(self) -> str:
-        """What to call the tensor: its source, with the call from the second on: `relu`, `relu (2)`."""
+        """The name of the tensor: its source, with the call from the second on: `relu`, `relu (2)`."""
         return self.source if self.call == 1 else f"{self.source} ({self.call})"
 
     def renamed(self, names: Mapping[str, str], calls: Mapping[str, int]) -> "TensorLine":
@@ -107,7 +107,7 @@ class QuantizationReport:
 
     Attributes:
         layers: Every op of the model in order; for a model without a graph, its layers.
-        tensors: Every quantized activation: first of the graph, then what layers quantize themselves.
+        tensors: Every quantized activation: first the graph's, then those that layers quantize themselves.
         following: Whether the range of each weight follows the weight in training (`TensorQuantizer.follows`), by the name of
             its quantizer; a converted model has none.
     """
@@ -152,7 +152,7 @@ def weight_of(layer: nn.Module) -> str:
 
 
 def training_of(layer: nn.Module, call: int = 0) -> tuple[str, Cause | None]:
-    """Return how a call of a layer computes in training, and why not on codes; "" and None for other modules."""
+    """Return how a call of a layer computes in training, and why not in integers; "" and None for other modules."""
     if isinstance(layer, QuantWeighted):
         with computing_still(layer):
             return on_codes.described(layer, call)

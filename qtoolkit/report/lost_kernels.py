@@ -27,7 +27,7 @@ from qtoolkit.verdicts import Cause, Refusal
 
 NOT_SATURATED = Refusal(
     Cause.OUTPUT_CODES,
-    "the activation behind it clips at other values than the codes of its output (symmetric=True, signed)",
+    "the activation after it clips at other values than the range of its output (symmetric=True, signed)",
 )
 # The causes that a config decides on.
 OF_CONFIG = (Cause.INPUT_CODES, Cause.WEIGHT_CODES, Cause.OUTPUT_CODES)
@@ -39,7 +39,7 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
     """Return how many layers a target computes in float because of the configs of the user, for each kind and each reason.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. Layers whose weight or
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`. Layers whose weight or
             whose input a config leaves in float are not counted.
 
     Example:
@@ -65,13 +65,13 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
 def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend, known: Sequence[str] = ()) -> None:
     """Warn once of all layers that the configs of the user take out of the integer kernels.
 
-    `what` is the public function, and `known` what `lost_kernels` returned for the model before it.
+    `what` is the public function, and `known` the result of `lost_kernels` for the model before it.
     """
     lost = lost_kernels(model)
     if lost and set(lost) != set(known):
         warnings.warn(
             f"{what}: the qconfig_mapping takes layers out of the integer kernels of {backend.name}, which computes them in "
-            f"float: {'; '.join(lost)}. Fields that a QuantSpec leaves out are those that the kernels take.",
+            f"float: {'; '.join(lost)}. Fields that a QuantSpec leaves out get the values that the kernels take.",
             stacklevel=3,  # the caller of prepare or replace
         )
 

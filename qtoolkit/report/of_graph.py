@@ -123,7 +123,7 @@ def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
 
 
 def _lines_not_called(model: QuantizedGraphModule) -> list[LayerLine]:
-    """Return the lines of the layers that no node calls, and of whose parameters no op takes one."""
+    """Return the lines of the layers that no node calls and whose parameters no op takes."""
     called = [model.get_submodule(str(node.target)) for node in model.graph.nodes if node.op == "call_module"]
     reached = {part for module in called for part in module.modules()}
     taken = {id(attrgetter(str(node.target))(model)) for node in model.graph.nodes if node.op == "get_attr"}

@@ -58,7 +58,7 @@ def report_of_modules(model: nn.Module) -> QuantizationReport:
 
 
 def _is_changed(verdict: Verdict, module: nn.Module, kind: str | None) -> bool:
-    """Return whether a module is not the one that a verdict was recorded on: of another kind, or with or without quantizers."""
+    """Return whether a module differs from the module of a recorded verdict: of another kind, or with or without quantizers."""
     if kind not in (None, str(kind_of_module(module))) and not isinstance(module, nn.Identity):  # a folded batch norm
         return True
     if verdict.status is Status.FLOAT:

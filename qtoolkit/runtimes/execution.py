@@ -1,4 +1,4 @@
-"""What one execution of a file in a runtime gives."""
+"""The results of one execution of a file in a runtime."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class ExecutedLayer:
 
     name: str  # the layer of the model whose quantized weight it takes; otherwise the node's name in the file
     kernel: str  # the runtime's name of the op
-    integer: bool  # whether it computes on integer codes
+    integer: bool  # whether it computes in integers
     left: bool = False  # whether a delegate leaves it to kernels of the runtime itself
 
 
@@ -32,17 +32,18 @@ class Executed:
 
     runtime: str  # the runtime and its version
     outputs: Sequence[Array]  # the outputs of the file
-    # the codes at each quantizer, by the name of their tensor in the file; without those that cannot be read
+    # the integers at each quantizer, by the name of their tensor in the file; without those that cannot be read
     codes: Mapping[str, Array]
     layers: tuple[ExecutedLayer, ...]  # the nodes that compute; not those that convert, move or reorder values
-    conversions: int  # how many nodes convert between floats and codes
-    # the largest difference in the outputs between the graph that users run and the one that also returns the codes
+    conversions: int  # how many nodes convert between floats and integers
+    # the largest difference in the outputs between the graph that users run and the one that also returns the integers
     changed_by_reading: float
-    # the share of the codes that may differ, by one step each, where its kernels round in another order than the model does
+    # the share of the quantized values that may differ, by one step each, where its kernels round in another order
     share: float
     remark: str = ""  # what users of this runtime have to know, beside the figures; "" for nothing
-    unrounded: tuple[str, ...] = ()  # quantizers at which it does not round unless codes are read; the remark says so
-    steps: int = 1  # by how many steps a code may differ
+    # quantizers at which it does not round unless integers are read; the remark says so
+    unrounded: tuple[str, ...] = ()
+    steps: int = 1  # by how many steps a quantized value may differ
     saturating: tuple[str, ...] = ()  # layers whose sums of products saturate on this processor; the remark says why
 
 

@@ -32,25 +32,25 @@ class Runtime:
     """How one runtime executes a quantized model."""
 
     name: str  # its name
-    carries: tuple[str, ...]  # the kinds of op through which codes pass on their way to an integer kernel
-    # returns the kernel of a layer with sums of codes (its input's grid and its output's, or None), or why it runs in float.
+    carries: tuple[str, ...]  # the kinds of op through which integers pass on their way to an integer kernel
+    # returns the kernel of a layer with integer sums (its input's grid and its output's, or None), or why it runs in float.
     # Callers take `kernel_of`
     layer_kernel: Callable[[QuantWeighted, Grid, Grid | None], type[LayerKernel] | Refusal]
     # returns the kernel of another op (its kind, its node, the kinds of the ops that take its output, its inputs' grids, its
     # output's, or None), or why it runs in float
     op_kernel: Callable[[str, fx.Node, Collection[OpKind], Sequence[Grid], Grid | None], type[OpKernel] | Refusal]
-    # the kinds of activation that a kernel computes by saturation: their bounds are at or beyond its range of codes
+    # the kinds of activation that a kernel computes by saturation: their bounds are at or beyond its integer range
     absorbs: tuple[str, ...] = ()
-    # whether a kernel computes a ReLU behind it at the code of zero, wherever that lies in the range
+    # whether a kernel computes a ReLU after it at the zero point, wherever that lies in the range
     clips_at_zero: bool = False
-    picks: bool = False  # whether codes pass through x[0] too
+    picks: bool = False  # whether integers pass through x[0] too
     # how it quantizes floats, where it rounds otherwise than `fake_quant` (`Grid.quantizes_as`)
     quantizes_as: QuantizesAs | None = None
     package: str = ""  # the package that executes files; "" where none does
     extra: str = ""  # the extra of qtoolkit that installs it
     execute: Execute | None = None  # runs an ONNX file; None where it takes none. It imports the package
-    # the share of codes that may differ from a model's, by one step each, because ops that the runtime computes in float
-    # round in another order
+    # the share of quantized values that may differ from a model's, by one step each, because ops that the runtime computes
+    # in float round in another order
     tie_share: float = 0.0
     rules: str = ""  # where the rules are documented by which `qtoolkit.export.lint` checks its files
 
@@ -142,7 +142,7 @@ XNNPACK = Runtime(
 )
 
 # LiteRT's reference kernels, which microcontrollers run. The share is for a model in float arithmetic: they round twice
-# behind a sum.
+# after a sum.
 LITERT = Runtime(
     "litert",
     litert.CARRIES,

@@ -505,7 +505,7 @@ def test_a_batch_norm_replaced_after_linking_raises() -> None:
     replaced, x = trained_chain()
     replaced.bn = nn.BatchNorm2d(6)
     for call in (qt.convert, lambda model: qt.calibrate(model, [x], progress=False)):
-        with pytest.raises(ValueError, match="the batch norm 'bn' that is linked to layer 'conv' is no longer in the"):
+        with pytest.raises(ValueError, match="the batch norm 'bn' that is linked to layer 'conv' is not in the"):
             call(replaced)
 
 

@@ -257,9 +257,7 @@ def test_batch_norms_replaced_after_linking_raise() -> None:
     check_links(nn.ModuleList([replaced]))
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(replaced)
     for whole, part in ((synchronized, ""), (nn.ModuleList([synchronized]), r"0\.")):
-        words = (
-            rf"'{part}0\.bn' that is linked to layer '{part}0\.conv' is no longer in the model: .* a SyncBatchNorm\."
-        )
+        words = rf"'{part}0\.bn' that is linked to layer '{part}0\.conv' is not in the model: .* a SyncBatchNorm\."
         with pytest.raises(ValueError, match=words):
             check_links(whole)
 
@@ -334,7 +332,7 @@ def test_only_outputs_of_layers_chains_and_stubs_are_quantized() -> None:
     y = fake(F.linear(y, weight(fused.fc), fused.fc.bias), amax("fc.output_quantizer"))
     assert torch.equal(replaced(x), y)
     inside = verdicts(replaced)
-    assert inside["act"] == ("quantized", "its output is quantized, as that of the chain conv, bn, act")
+    assert inside["act"] == ("quantized", "its output is quantized, as the output of the chain conv, bn, act")
     assert inside["quant"] == inside["plus"] == ("quantized", "its output is quantized")
 
 

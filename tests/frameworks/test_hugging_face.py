@@ -199,7 +199,7 @@ def test_a_replaced_model_recomputes_activations() -> None:
 def test_a_transformers_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qtoolkit.integrations.transformers", None)
     with pytest.raises(
-        ImportError, match="the installed transformers lacks what qtoolkit needs.*install a later transformers"
+        ImportError, match="the installed transformers lacks a name that qtoolkit needs.*install a later transformers"
     ):
         qt.quant_modules.replace(built("vit"), backend="tensorrt10")
 

@@ -342,7 +342,7 @@ def test_a_dropout_that_drops_nothing_leaves_values_on_their_grid_until_it_does(
         prepared = quantized("graph", LSQ, copy.deepcopy(model), **options)
         if options == {"training_arithmetic": forward}:
             keeps = {line.name: line.training for line in qt.quantization_report(prepared).layers}["4"]
-            assert keeps == ("int8 kernel" if forward == "integer" else "float (as asked)") + ", saves codes"
+            assert keeps == ("int8 kernel" if forward == "integer" else "float (as asked)") + ", saves integers"
         kept.append(bytes_kept(prepared, images()))
         prepared.get_submodule("2").p = 0.5  # a schedule
         torch.manual_seed(3)
@@ -519,9 +519,9 @@ def test_it_compiles_without_a_graph_break(config: qt.QConfig, forward: str) -> 
 def test_the_report_says_how_each_layer_computes_in_training() -> None:
     report = qt.quantization_report(quantized("graph", training_arithmetic="integer"))
     lines = {line.name: line.training for line in report.layers if line.training}
-    assert lines["stem.0"] == lines["up"] == lines["head"] == "int8 kernel, saves codes"
+    assert lines["stem.0"] == lines["up"] == lines["head"] == "int8 kernel, saves integers"
     assert "in training" in str(report)
-    assert "int8 kernel, saves codes" in str(report)
+    assert "int8 kernel, saves integers" in str(report)
     report = qt.quantization_report(quantized("modules", save="float", training_arithmetic="float"))
     assert {line.training for line in report.layers if line.training} == {"float (as asked), saves floats"}
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
@@ -534,7 +534,7 @@ def test_the_report_says_how_each_layer_computes_in_training() -> None:
         quantized("modules", scales, nn.Sequential(nn.Linear(12, 4)), training_arithmetic="integer")
     )
     assert report.layers[0].training == (
-        "float (its weight has scales along another axis than the output channels), saves codes"
+        "float (its weight has scales along another axis than the output channels), saves integers"
     )
 
 
@@ -547,7 +547,7 @@ def test_the_report_says_that_a_weight_with_gradients_of_its_own_keeps_floats() 
         kept[name] = bytes_kept(prepared, leaf(images()))
         lines = [line.training for line in qt.quantization_report(prepared).layers]
         own = "float, saves floats: quantizer 'pact' has its own gradients of the weight"
-        assert lines == [own if name == "pact" else "float (as asked), saves codes"] * 2
+        assert lines == [own if name == "pact" else "float (as asked), saves integers"] * 2
     assert kept["pact"] > 2 * kept["fixed"]
 
 
@@ -558,12 +558,12 @@ def test_the_report_asks_the_device_and_the_type_of_the_layer(monkeypatch, place
     layer = qt.nn.QuantConv2d(3, 8, 3, weight_spec=FIXED.weight).train()
     source = Source(nn.Sequential(qt.TensorQuantizer(FIXED.activation)), "0")
     layer.layer_calls = (LayerCall(source=source),)
-    assert on_codes.described(layer) == ("int8 kernel (float for fewer than 2,048 positions), saves codes", None)
-    assert on_codes.described(layer.to(**place)) == ("float (no int8 kernel), saves codes", Cause.NO_KERNEL)
+    assert on_codes.described(layer) == ("int8 kernel (float for fewer than 2,048 positions), saves integers", None)
+    assert on_codes.described(layer.to(**place)) == ("float (no int8 kernel), saves integers", Cause.NO_KERNEL)
     qt.nn.set_training_arithmetic(layer, arithmetic="integer")
-    assert on_codes.described(layer) == ("int8 kernel, saves codes", None)
+    assert on_codes.described(layer) == ("int8 kernel, saves integers", None)
     qt.nn.set_training_arithmetic(layer, arithmetic="float")
-    assert on_codes.described(layer) == ("float (as asked), saves codes", Cause.AS_ASKED)
+    assert on_codes.described(layer) == ("float (as asked), saves integers", Cause.AS_ASKED)
 
 
 def test_the_report_says_what_computes_codes_on_a_gpu(monkeypatch) -> None:
@@ -584,10 +584,10 @@ def test_the_report_says_what_computes_codes_on_a_gpu(monkeypatch) -> None:
         for has in (True, False):
             monkeypatch.setattr(on_codes, "has_int8_product", lambda device, has=has: has)
             qt.nn.set_training_arithmetic(layer, "auto")
-            assert on_codes.described(layer) == ("float (the default on CUDA), saves codes", Cause.NO_KERNEL)
+            assert on_codes.described(layer) == ("float (the default on CUDA), saves integers", Cause.NO_KERNEL)
             qt.nn.set_training_arithmetic(layer, "integer")
             kernel = "int8 matrix product" if is_product and has else "integers in float"
-            assert on_codes.described(layer) == (f"{kernel}, saves codes", None)
+            assert on_codes.described(layer) == (f"{kernel}, saves integers", None)
 
 
 @pytest.mark.parametrize("forward", ["float", "integer"])
@@ -606,7 +606,7 @@ def test_sums_that_int32_may_not_hold_are_computed_in_float() -> None:
     prepared = qt.quant_modules.replace(model, training_arithmetic="integer", backend="tensorrt")
     qt.calibrate(prepared, [torch.ones(1, 80_000)], progress=False)
     (line,) = qt.quantization_report(prepared).layers
-    assert line.training == "float (its sums may exceed int32), saves codes"
+    assert line.training == "float (its sums may exceed int32), saves integers"
     with torch.no_grad():
         prepared[0].weight.fill_(1.0)
     prepared[0].reset_weight_range()

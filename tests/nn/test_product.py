@@ -261,14 +261,14 @@ def test_the_report_says_how_each_product_computes_in_training() -> None:
 
     for road in ("graph", "modules"):
         model = quantized(road, training_arithmetic="integer")
-        assert lines(model) == ["int8 kernel, saves codes"] * 2
+        assert lines(model) == ["int8 kernel, saves integers"] * 2
         qt.nn.set_training_arithmetic(model)
-        assert lines(model) == ["float (no int8 kernel), saves codes"] * 2
+        assert lines(model) == ["float (no int8 kernel), saves integers"] * 2
         qt.nn.set_training_arithmetic(model, "float", "float")
         assert lines(model) == ["float (as asked), saves floats"] * 2
-    one = "float (an operand is not quantized to at most 8 bits with one scale), saves codes of one operand"
+    one = "float (an operand is not quantized to at most 8 bits with one scale), saves integers of one operand"
     dropped = quantized("modules", LSQ, Fused(0.5), training_arithmetic="integer")
-    assert lines(dropped) == [f"int8 kernel, saves codes; {one}"]
+    assert lines(dropped) == [f"int8 kernel, saves integers; {one}"]
     wide = qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec(axis=0))
     none = "float, saves floats: its operands are not quantized to at most 8 bits with one scale each"
     assert lines(quantized("graph", wide)) == [none] * 2
@@ -325,7 +325,7 @@ def test_fused_attention_compiles_and_reports() -> None:
     found = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(found[0], step(model)[0])
     (line,) = (line for line in qt.quantization_report(model).layers if line.kind == "dot_product_attention")
-    assert line.training == ("float, saves codes on a CPU" if HAS_FUSED else "float, saves floats")
+    assert line.training == ("float, saves integers on a CPU" if HAS_FUSED else "float, saves floats")
     with torch.autocast("cpu", torch.bfloat16):
         assert model(leaf(sequences())).dtype == torch.bfloat16
 

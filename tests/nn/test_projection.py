@@ -441,7 +441,7 @@ def test_the_report_names_the_projections_of_each_tensor(monkeypatch) -> None:
     assert line.training.startswith("projections int8 kernel (float for fewer than ")
     qt.nn.set_training_arithmetic(model, "float")
     (line,) = [line for line in qt.quantization_report(model).layers if line.name == "attention"]
-    assert line.training.startswith("projections float (as asked), saves codes; ")
+    assert line.training.startswith("projections float (as asked), saves integers; ")
     unknown = trained("apart", "replace")
     assert [projection.name for projection in unknown.get_submodule("attention").projections] == ["qkv", "out"]
 

@@ -44,9 +44,7 @@ def used(model: nn.Module) -> None:
 def test_an_adapter_between_a_layer_and_its_batch_norm_is_named(road: str) -> None:
     model = quantized(road)
     model.set_submodule("0", Adapter(model.get_submodule("0")))
-    with pytest.warns(
-        UserWarning, match=r"the layer '0' is called by an Adapter now, and the batch norm '1' behind it"
-    ):
+    with pytest.warns(UserWarning, match=r"the layer '0' is called by an Adapter now, and the batch norm '1' after it"):
         used(model)
 
 

@@ -322,7 +322,7 @@ def test_totals_of_few_values():
 def test_totals_have_no_gradient():
     totals = native.batch_norm_totals(leaf(torch.randn(4, 3)), None, None)
     with pytest.raises(
-        NotImplementedError, match="^batch_norm_totals: has no gradient; batch_norm_fake_quant has that of x"
+        NotImplementedError, match="^batch_norm_totals: has no gradient; batch_norm_fake_quant has the gradient of x"
     ):
         totals.sum().backward()
 

@@ -267,7 +267,7 @@ def other_errors() -> list:
             lambda m: ops.quantize_int4(m(4), m(1), None, -8, 15),
             ValueError,
             r"quantize_int4: qmin and qmax must lie in \[-8, 7\] \(signed\) or in \[0, 15\] \(unsigned\), got \[-8, 15\]; "
-            r"use quantize\(\) for wider codes",
+            r"use quantize\(\) for wider integers",
         ),
         "int4_unsigned": (
             lambda m: ops.quantize_int4(m(4), m(1), None, 0, 16),
@@ -283,7 +283,7 @@ def other_errors() -> list:
         "packed_short": (
             lambda m: nibbles(m, 4),
             ValueError,
-            r"dequantize_int4: packed must have one byte per two codes, 5 for size \[3, 3\], got shape \[4\]; "
+            r"dequantize_int4: packed must have one byte per two elements, 5 for size \[3, 3\], got shape \[4\]; "
             r"pass the result of quantize_int4\(\)",
         ),
         "packed_long": (lambda m: nibbles(m, 6), ValueError, r"5 for size \[3, 3\], got shape \[6\]"),

@@ -499,7 +499,7 @@ WRONG_SEARCH = [
     ({"percentile": 0.0}, ValueError, "percentile must lie in (0, 100], got 0"),
     ({"percentile": float("nan")}, ValueError, "percentile must lie in (0, 100], got nan"),
     ({"qmin": 3, "qmax": 2}, ValueError, "qmin must be smaller than qmax"),
-    ({"qmin": 1, "qmax": 2}, ValueError, "must include 0 and a positive code, and span at most 16 bits"),
+    ({"qmin": 1, "qmax": 2}, ValueError, "must include 0 and a positive integer, and span at most 16 bits"),
     ({"qmin": 0, "qmax": 1 << 20}, ValueError, "and span at most 16 bits"),
     ({"counts": torch.zeros(3, 4, 8).long()}, ValueError, "counts must have shape (bins,) or (channels, bins)"),
     ({"counts": torch.zeros(3, 8).long()}, ValueError, "lo must have 3 elements, one per histogram, got 1"),

@@ -44,8 +44,8 @@ CASES = {
         CONV,
         {"codes": torch.ones(2, 6, 9, 9).char()},
         ValueError,
-        "codes must have the shape of x, [2, 6, 9, 8], or one dimension with two codes per byte, or that of an image with half "
-        "the channels, got shape [2, 6, 9, 9].",
+        "codes must have the shape of x, [2, 6, 9, 8], or one dimension with two elements per byte, or half the "
+        "channels of an image, got shape [2, 6, 9, 9].",
     ),
     "packed_by_channels_dtype": (
         CONV,
@@ -63,7 +63,7 @@ CASES = {
         CONV,
         {"codes": torch.ones(2, 3, 9, 9).byte()},
         ValueError,
-        "codes must have the shape of x, [2, 6, 9, 8], or one dimension with two codes per byte, or that of an image",
+        "codes must have the shape of x, [2, 6, 9, 8], or one dimension with two elements per byte, or half the channels",
     ),
     "packed_dtype": (
         CONV,
@@ -75,7 +75,7 @@ CASES = {
         CONV,
         {"codes": torch.ones(431).byte()},
         ValueError,
-        "codes must have one byte per two codes, 432 for size [2, 6, 9, 8], got shape [431]",
+        "codes must have one byte per two elements, 432 for size [2, 6, 9, 8], got shape [431]",
     ),
     "packed_range": (
         CONV,

@@ -81,7 +81,7 @@ def test_what_needs_integer_codes_is_refused(tmp_path) -> None:
     ):
         qt.export_onnx(prepared, torch.randn(1, 3, 8, 8), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=r"Grid\.codes: format='nnie' has no integer codes"):
+    with pytest.raises(ValueError, match=r"Grid\.codes: format='nnie' has no integers"):
         qt.Grid(torch.tensor(1.0), None, LOG).codes(torch.ones(3))
 
 

@@ -41,7 +41,7 @@ import qtoolkit as qt
         ({"quantizer": "apot", "bits": 6, "signed": False}, "'apot' needs bits from 2 to 5 with signed=False.* got 6"),
         (
             {"quantizer": "qil", "signed": False, "quantizer_args": {"gamma": 0.5}},
-            "'qil' has gamma=1 on unsigned codes",
+            "'qil' needs gamma=1 with signed=False",
         ),
         (
             {"quantizer": "qil", "quantizer_args": {"gamma": 0}},

@@ -226,7 +226,7 @@ def test_a_training_with_float32_scales_resumes(quantizer: str) -> None:
 def test_a_converted_model_with_float32_scales_is_rounded_and_says_how_many_codes_move() -> None:
     state = qt.convert(trained(quantized())).state_dict()
     new = quantized(calibrated=False, scale_dtype=FLOAT16)
-    with pytest.warns(UserWarning, match="which moves [0-9]+ of 504 codes of weights") as found:
+    with pytest.warns(UserWarning, match="which changes [0-9]+ of 504 quantized weights") as found:
         restored = qt.convert(new, state_dict=state)
     (sentence,) = (text for each in found if "moves" in (text := str(each.message)))
     moved = 0

@@ -419,7 +419,9 @@ def test_convert_says_which_weights_a_frozen_range_clips(how: str, recwarn) -> N
         for bn in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
             bn.weight.mul_(10)
     assert not recwarn.list
-    with pytest.warns(UserWarning, match=r"convert: ranges that do not follow .* clip .*: '0.weight_quantizer' \(\d+"):
+    with pytest.warns(
+        UserWarning, match=r"convert: ranges that were frozen or set .* clip .*: '0.weight_quantizer' \(\d+"
+    ):
         qt.convert(model)
     quantizer.following = True
     qt.convert(model)

@@ -1,6 +1,6 @@
-"""What a forward assigns: a graph records no assignment, and what a run or a capture has changed becomes as it was.
+"""Assignments in a forward: a graph does not record them, and changes by a run or a capture are undone.
 
-An assignment makes no difference where no forward reads what an earlier one has left: a map that is kept for plots, a mean that
+An assignment does not matter if no later forward reads its value: a map that is kept for plots, a mean that
 is written before it is read, a cache.
 """
 
@@ -48,7 +48,7 @@ class StateError(RuntimeError):
 
 @contextmanager
 def undone_assignments(model: nn.Module, check: bool = True) -> Iterator[None]:
-    """Capture a model in a block; at its end the model, and what else holds values of the capture, is as before it.
+    """Capture a model in a block; at its end the model, and other holders of values of the capture, are as before it.
 
     With `check` it raises StateError if the forward reads a tensor that an earlier one has left, and assigns another one.
     """
@@ -66,7 +66,7 @@ def undone_assignments(model: nn.Module, check: bool = True) -> Iterator[None]:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Iterator["Assignments"]:
-    """Run a model in a block; at its end the model, and what else its forward assigns to or writes into, is as before it."""
+    """Run a model in a block; at its end the model, and all that its forward assigns to or writes into, are as before it."""
     assignments = Assignments(model)
     try:
         with values_kept([*model.buffers(), *assignments.tensors_of_model()]):
@@ -91,18 +91,18 @@ class Space:
 
     @classmethod
     def of(cls, owner: str, kind: str, held: Any, module: tuple[str, nn.Module] | None) -> "Space":
-        """Return a space with what is in it now."""
+        """Return a space with its present contents."""
         space = cls(owner, kind, held, module, {})
         return replace(space, before=space.now())
 
     def now(self) -> dict[Any, object] | list[object]:
-        """Return a copy of what is in it."""
+        """Return a copy of its contents."""
         if isinstance(self.held, dict | type):
             return dict(dict.items(self.held) if isinstance(self.held, dict) else vars(self.held).items())
         return list(self.held)
 
     def changes(self) -> list["Change"]:
-        """Return what differs from before: by key in a dict, otherwise all that is in it, from the first other item on."""
+        """Return what differs from before: by key in a dict, otherwise all items from the first different one on."""
         now = self.now()
         if isinstance(now, dict):
             pairs = {key: (self.before.get(key, ABSENT), now.get(key, ABSENT)) for key in {**self.before, **now}}
@@ -112,14 +112,14 @@ class Space:
         return [] if is_same else [Change(self, [*same, False].index(False), self.before, now)]
 
     def values(self) -> list[object]:
-        """Return what was there before, without what torch keeps in every module."""
+        """Return the earlier contents, without the attributes of every torch module."""
         if isinstance(self.before, list):
             return self.before
         return [value for key, value in self.before.items() if key not in OF_TORCH]
 
 
 class Change(NamedTuple):
-    """What a forward has assigned."""
+    """The assignments of a forward."""
 
     space: Space
     key: Any  # in a list the first place that differs
@@ -127,7 +127,7 @@ class Change(NamedTuple):
     now: Any
 
     def undo(self) -> None:
-        """Put back what was there before."""
+        """Restore the earlier contents."""
         self._put(self.before)
 
     def make(self) -> None:
@@ -151,7 +151,7 @@ class Change(NamedTuple):
         return _holds_traced((self.key, self.now))
 
     def replaced(self) -> list[Tensor]:
-        """Return the tensors of before that a later forward would not find: of a list that grows all, as it reads the end."""
+        """Return the earlier tensors that a later forward would not find: all of a list that grows, as it reads the end."""
         tensors = _tensors(self.before)
         if isinstance(self.space.held, list) and len(self.now) == len(self.before):
             return [tensor for tensor in tensors if not any(tensor is other for other in self.now)]
@@ -159,7 +159,7 @@ class Change(NamedTuple):
 
 
 class Reads(TorchFunctionMode):
-    """Notes which of some tensors a function or method of torch takes, but for one that asks for no values."""
+    """Notes which of some tensors a function or method of torch takes, except a function that reads no values."""
 
     def __init__(self, watched: Sequence[Tensor]) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Reads(TorchFunctionMode):
 
 
 class Assignments:
-    """What a forward may assign to, and the tensors of earlier forwards that it reads."""
+    """The objects that a forward may assign to, and the tensors of earlier forwards that it reads."""
 
     assigned: Sequence[Change] = ()  # what a run has assigned, which is undone
 
@@ -185,7 +185,7 @@ class Assignments:
         self.reads = Reads(_tensors_in(watched))
 
     def changes(self) -> list[Change]:
-        """Return what was assigned since: no modes, no modules of Python that were imported, nor what Python itself keeps."""
+        """Return what was assigned since, except for modes, imported Python modules and Python's own attributes."""
         found = [change for space in self.spaces for change in space.changes()]
         return [
             each
@@ -238,7 +238,7 @@ class Assignments:
 
 
 def _spaces(model: nn.Module) -> Iterator[Space]:
-    """Yield what a model's forward may assign to: attributes, buffers, and what these, and its classes, contain."""
+    """Yield the objects that a model's forward may assign to: attributes, buffers, and what is in these or its classes."""
     known: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # a leaf module
@@ -264,7 +264,7 @@ def _functions_of(model: nn.Module) -> list[FunctionType]:
 
 
 def _spaces_of_modules(functions: Sequence[FunctionType]) -> Iterator[Space]:
-    """Yield the variables of the Python modules of functions, and what these contain."""
+    """Yield the variables of the Python modules of functions, and the contents of these."""
     known: set[int] = set()
     for name, variables in _modules_of(functions).items():
         yield Space.of(name, "variable", variables, None)
@@ -314,7 +314,7 @@ def _inner_spaces(
 
 
 def _tensors_in(spaces: Sequence[Space]) -> list[Tensor]:
-    """Return the tensors in spaces. What else is in a space is a space of its own, but for tuples, which nobody changes.
+    """Return the tensors in spaces. Other containers in a space are spaces of their own, except tuples, which nobody changes.
 
     An object outside of the model may lead to all objects of the process: it is not followed.
     """

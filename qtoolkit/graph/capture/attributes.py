@@ -1,6 +1,7 @@
 """The attributes of a model's modules while its forward is traced: training modes and hooks.
 
-Where a forward passes on `self.training`, the graph reads the mode at each run. Hooks it would lose without an error.
+If a forward passes on `self.training`, the graph reads the mode at each run. Hooks raise an error, since a graph would
+lose them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +62,7 @@ def traced_modes(model: nn.Module, on_branch: Callable[[nn.Module], None]) -> It
 def kept_in_eval_mode(model: nn.Module) -> list[str]:
     """Return the norms and dropouts that `train()` leaves in eval mode, because classes of the model have one of their own.
 
-    The model is unchanged, but for what a `train()` sets beside modes and `requires_grad`.
+    The model is unchanged, except for what a `train()` sets beside modes and `requires_grad`.
     """
     if not any(map(has_own_train, model.modules())):
         return []
@@ -123,6 +124,6 @@ def check_hooks(module: nn.Module) -> None:
     hooks = [hook for name in ("_forward_hooks", "_forward_pre_hooks") for hook in vars(module)[name].values()]
     if any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks):
         raise RuntimeError(
-            f"this module has forward hooks, which a graph does not record; remove them first, those of torch.nn.utils.prune "
-            f"by prune.remove, or {WITHOUT_TRACING}."
+            f"this module has forward hooks, which a graph does not record; remove them first (for torch.nn.utils.prune "
+            f"by prune.remove), or {WITHOUT_TRACING}."
         )

@@ -28,7 +28,7 @@ _library.define("layer(int call, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
 
 @dataclass
 class CapturedLayerCall:
-    """A call of a layer while torch.export runs: torch sees its tensors and sizes, and this the rest."""
+    """A call of a layer while torch.export runs: torch sees its tensors and sizes, and this object holds the rest."""
 
     path: str  # of the layer
     compute: Callable[..., object]

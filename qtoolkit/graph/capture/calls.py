@@ -13,7 +13,7 @@ from qtoolkit.graph.capture.shapes import PLAIN
 
 
 class CallRecorder:
-    """The calls of blocks so far; `open` has the indices of those that are being traced, outermost first."""
+    """The calls of blocks; `open` has the indices of those that are being traced, outermost first."""
 
     def __init__(self) -> None:
         self.calls, self.open = [BlockCall("")], [ROOT]

@@ -1,9 +1,9 @@
-"""Capture a model by torch.export, which follows Python that symbolic tracing does not; its graph is then traced as any model.
+"""Capture a model by torch.export, which follows more Python than symbolic tracing; its graph is then traced like a model.
 
-torch.export does not look into the modules that a trace keeps whole, nor into those that read their training mode and have no
-layers: the graph calls them, so that batch norms and dropouts follow their mode, and the model's names and parameters
-stay. What it looks into becomes torch's functions and methods. Where other modules read their mode, it captures both modes,
-and the graph takes what differs by the mode.
+torch.export does not look into the modules that a trace keeps whole, nor into modules that read their training mode and
+have no layers: the graph calls them, so that batch norms and dropouts follow their mode, and the model's names and
+parameters stay. Other modules become torch's functions and methods. If they read their mode, both modes are captured,
+and the graph selects by the mode where they differ.
 """
 
 import inspect
@@ -137,7 +137,7 @@ def _check_ops(model: nn.Module, exported: fx.GraphModule) -> None:
     if taken:
         op = next(iter(taken[0].users)).target
         raise UntraceableError(
-            f"prepare: torch.export writes {str(op)!r} for {type(model).__name__}, an op that takes a graph, in which no layer "
+            f"prepare: torch.export writes {str(op)!r} for {type(model).__name__}, an op that has a graph, in which no layer "
             f"would be quantized; {WITHOUT_TRACING}."
         )
 
@@ -155,7 +155,7 @@ def _in_both_modes(
 ) -> tuple[fx.GraphModule, dict[nn.Module, fx.Node]]:
     """Return a program that follows the modes of some submodules, and the node that reads the mode of each.
 
-    Where the programs of both modes do not become one, it is the program of eval mode; UntraceableError if one of
+    If the programs of both modes cannot be merged, it is the program of eval mode; UntraceableError if one of
     these submodules is in training mode.
     """
     modes: dict[nn.Module, fx.Node] = {}
@@ -184,9 +184,9 @@ def _in_both_modes(
     if trained:
         raise UntraceableError(
             f"prepare: the forward of {some(trained)} reads self.training, and torch.export captures other ops in training "
-            f"mode than in eval mode, of which no graph could follow the mode. Let layers follow it, such as nn.Dropout and "
-            f"nn.BatchNorm2d, or move what reads the mode into a submodule without layers; prepare the model in eval mode, "
-            f"whose branches the graph then has in both modes; or {WITHOUT_TRACING}.",
+            f"mode than in eval mode, and no graph can hold both. Use layers that follow the mode, such as nn.Dropout and "
+            f"nn.BatchNorm2d, or move the branch into a submodule without layers; prepare the model in eval mode, "
+            f"whose branch the graph then has in both modes; or {WITHOUT_TRACING}.",
             trained[0],
         )
     return in_eval, {}
@@ -316,7 +316,7 @@ def _module_of(model: nn.Module, captured: fx.GraphModule, modes: Mapping[nn.Mod
 
 
 def _without_forward(module: nn.Module, called: Collection[nn.Module], made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a module that holds what another one does, or the other one, if the graph calls it."""
+    """Return a module with the contents of another one, or the other one, if the graph calls it."""
     if module in called:
         return module
     if module not in made:

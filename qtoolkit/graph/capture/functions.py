@@ -130,14 +130,14 @@ def _get_parameter(module: nn.Module, target: str) -> object:
 
 
 def _packing() -> list[Patch]:
-    """Return the function behind pack_padded_sequence, which cannot be traced, with one that says so."""
+    """Return the function that pack_padded_sequence calls, which cannot be traced, with one that raises an error."""
     # Private. Where a torch has no such function, the error names the line, and not the cause.
     function = getattr(torch._VF, "_pack_padded_sequence", None)
 
     def pack(*args: object) -> object:
         if function is None or _traced_in(args) is not None:
             raise RuntimeError(
-                "pack_padded_sequence packs traced values here, whose number depends on the lengths, which are data; let one "
+                "pack_padded_sequence packs traced values here, and their number depends on data, the lengths; let one "
                 "submodule pack them, run its layer and unpack them, and make it a leaf module."
             )
         return function(*args)
@@ -146,9 +146,9 @@ def _packing() -> list[Patch]:
 
 
 def _checks() -> list[Patch]:
-    """Return the functions behind torch._check and its kin, which refuse traced values, with others that take them.
+    """Return the functions that torch._check and similar ones call, which refuse traced values, with others that take them.
 
-    Where a torch has no such functions, `prepare` names the line of the check.
+    If torch has no such functions, `prepare` names the line of the check.
     """
 
     def check(error_type: type[Exception], cond: bool | torch.SymBool | fx.Proxy, message: Message) -> None:
@@ -168,7 +168,7 @@ def _checks() -> list[Patch]:
 
 
 def causal_masks() -> list[Patch]:
-    """Return torch's question whether a mask is a causal one, which reads its values, with one that takes each as it is.
+    """Return torch's test for causal masks, which reads their values, with one that takes each mask as it is.
 
     Both answers give the same values: the kernels that know causal masks are only faster.
     """

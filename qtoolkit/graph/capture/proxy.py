@@ -53,7 +53,7 @@ class SizedProxy(fx.Proxy):
         )
 
     def __call__(self, *args: object, **kwargs: object) -> fx.Proxy:
-        """Return the proxy of a value that cannot be called: code that takes values or functions asks `callable`."""
+        """Return the proxy of a value that cannot be called: Python that takes values or functions asks `callable`."""
         value = self.tracer.value_of(self)
         return super().__call__(*args, **kwargs) if value is UNKNOWN or callable(value) else self
 
@@ -80,7 +80,7 @@ class SizedProxy(fx.Proxy):
         return False if self.tracer.has_ended or is_of_another else super().__eq__(other)
 
     def __hash__(self) -> int:
-        """Return the hash of a number, which finds it among the keys of a dict; a tensor's is that of the object."""
+        """Return the hash of a number, which finds it among the keys of a dict; a tensor has the hash of the object."""
         value = self.tracer.value_of(self)
         return hash(self.tracer.guard(self)) if is_plain(value) else object.__hash__(self)
 
@@ -140,7 +140,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 class TensorProxy(SizedProxy, Tensor):  # type: ignore[misc]  # Proxy comes first in the method resolution order
     """The proxy of a value that is known to be a tensor: a tensor on the meta device, whose operations are recorded.
 
-    Code in Python and C++ may treat it as a tensor. Code in C++ that does not call `__torch_function__`, such as torch.tensor,
+    Python and C++ may treat it as a tensor. A C++ function that does not call `__torch_function__`, such as torch.tensor,
     returns a plain tensor on the meta device, which the tracer refuses.
     """
 

@@ -1,4 +1,4 @@
-"""Compare what a traced graph computes with what the model's forward does: Python may have decided by what no trace sees."""
+"""Compare the outputs of a traced graph with the model's: Python may have decided by values that no trace sees."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ TOLERANCE = 1e-3  # of the norm of an output, or of the number of its elements
 
 
 class Expected:
-    """What a model computes for example inputs in its own mode and in eval mode, before its graph is made.
+    """The results of a model for example inputs in its own mode and in eval mode, before its graph is made.
 
-    That are its outputs and its buffers after the forward. Its state does not change. With `of_own_mode` it is not run in eval
-    mode, unless that is its own. Raises UntraceableError: a forward computes something else by what one before it has assigned,
-    outside of the modules `called`, which a graph calls.
+    These are its outputs, and its buffers after the forward. Its state does not change. With `of_own_mode` it is not
+    run in eval mode, unless that is its own. Raises UntraceableError: the result of a forward depends on what an
+    earlier forward has assigned, outside of the modules `called`, which a graph calls.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Expected:
 
 
 class ComputedOutputs(NamedTuple):
-    """What a run of a model has computed."""
+    """The results of a run of a model."""
 
     outputs: list[Tensor]
     # of floating-point numbers; a batch norm of torch may count batches that the model does not

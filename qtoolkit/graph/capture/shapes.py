@@ -1,6 +1,6 @@
 """Shape propagation at tracing: values of a graph's nodes for example inputs, with tensors on the meta device.
 
-A leaf module that does not run there is run on the example inputs, with what leads to it: its sizes are kept, not its values.
+A leaf module that does not run there is run on the example inputs, with the ops before it: its sizes are kept, not its values.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def is_sequence_of_tensors(value: object) -> bool:
 
 
 def dims_of(value: object) -> int | None:
-    """Return the number of dimensions of a tensor; None of other values."""
+    """Return the number of dimensions of a tensor; None for other values."""
     return value.dim() if isinstance(value, Tensor) else None
 
 

@@ -1,4 +1,4 @@
-"""How the traced forward is called: torch.fx reads the arguments from its code, which a decorated forward does not have."""
+"""How the traced forward is called: torch.fx reads the arguments of the function, which a decorated forward does not have."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping

@@ -34,7 +34,7 @@ from qtoolkit.wrapped import WRAPPERS, wrapper_of
 
 
 class Captured(NamedTuple):
-    """A model as a graph, and what its forward did while it was traced."""
+    """A model as a graph, and the facts about its forward that tracing found."""
 
     gm: QuantizedGraphModule
     calls: tuple[BlockCall, ...]  # the calls of its blocks
@@ -113,7 +113,7 @@ def run(
 
 
 class _Trace(NamedTuple):
-    """A tracer and what it has made."""
+    """A tracer and its results."""
 
     tracer: ModelTracer
     traced: Traced
@@ -142,7 +142,7 @@ def _graph(model: nn.Module, tracer: ModelTracer, fixed: dict[str, object]) -> f
 def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[_Trace, list[str], tuple[str, ...]]:
     """Trace a model so that its graph follows the mode, where it can.
 
-    A forward may set what its next call reads, as models of transformers note in their config which loss they compute. So
+    A forward may set values that its next call reads: models of transformers note in their config which loss they compute. So
     where the other mode has other ops, this mode is traced once more. Returns the trace; what `norms.run` returns; and the
     submodules of which the graph has the branch of this mode in both modes.
     """
@@ -162,7 +162,7 @@ def _in_both_modes(model: nn.Module, trace_once: Callable[[], _Trace]) -> tuple[
 def _in_other_mode(branching: dict[nn.Module, None], trace_once: Callable[[], _Trace]) -> _Trace | None:
     """Trace a model with some submodules in the other mode; None where their Python cannot be traced.
 
-    Their submodules keep their modes, but for those that branch too, which are added: the other mode may be the first to call
+    Their submodules keep their modes, except those that branch too, which are added: the other mode may be the first to call
     them.
     """
     random = RandomState.now()
@@ -217,10 +217,10 @@ def _warn_of_own_train(gm: QuantizedGraphModule, names: Sequence[str]) -> None:
     others = [name for name in names if not any(has_own_train(part) for part in _path_to(gm, name))]
     if others:
         warnings.warn(
-            f"prepare: train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, and that of "
-            f"the prepared model is torch's, which puts them in training mode. After each prepared.train(), call "
+            f"prepare: train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, but train() of "
+            f"the prepared model is torch's, and puts them in training mode. After each prepared.train(), call "
             f"prepared.get_submodule(name).eval() for them; or once qtoolkit.freeze_batch_norm(prepared.get_submodule(name)) "
-            f"for a batch norm behind a layer, or a block of them.",
+            f"for a batch norm after a layer, or a block of them.",
             stacklevel=4,  # the caller of prepare
         )
 

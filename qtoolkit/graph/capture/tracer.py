@@ -218,7 +218,7 @@ class ModelTracer(fx.Tracer):
             return
         if value not in self.tensors and value not in self.tensor_attrs:
             raise RuntimeError(
-                "this code uses a tensor that was computed from a traced value in C++, which a graph does not record, as "
+                "a tensor is used here that was computed from a traced value in C++, which a graph does not record, as "
                 "torch.tensor(x), torch.Tensor(x) and torch.func.vmap do; use x.clone() for a copy."
             )
 
@@ -301,7 +301,7 @@ class ModelTracer(fx.Tracer):
         """Return a value as the argument of a node.
 
         torch.fx would take a proxy that is an instance of Tensor for a constant, an OrderedDict for a dict and a mode for an
-        int, and write a number of NumPy as code that names NumPy. Raises RuntimeError: a tensor was computed from a traced
+        int, and write a number of NumPy as text that names NumPy. Raises RuntimeError: a tensor was computed from a traced
         value without a node, or no graph can hold a value of this type.
         """
         if isinstance(a, fx.Proxy):

@@ -1,6 +1,6 @@
-"""Fold batch norms that are behind no layer into the layers that take their outputs, in eval mode, where that is exact.
+"""Fold batch norms without a layer before them into the layers that take their outputs, in eval mode, where that is exact.
 
-In training mode such a batch norm is computed by torch, and stays an op: its output is what the layers quantize.
+In training mode such a batch norm is computed by torch, and stays an op: the layers quantize its output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def why_not_ahead(node: fx.Node, calls: ModuleCalls, rules: LayerRules) -> str:
     """Return why the layers that take the output of a batch norm do not take it over."""
     gm = node.graph.owning_module
     if gm is not None and gm.training:
-        return "in training mode layers take over only a batch norm behind them"
+        return "in training mode layers take over only a batch norm after them"
     found = _layers_ahead(calls.of(module_of(node)) if node.op == "call_module" else [node], calls, rules)
     return found.why if isinstance(found, Obstacle) else "it came in after the model was prepared"
 
@@ -64,7 +64,7 @@ def _layers_ahead(nodes: Sequence[fx.Node], calls: ModuleCalls, rules: LayerRule
         layers |= found
     for layer in dict.fromkeys(layers.values()):
         if not layers.keys() >= set(calls.of(layer)):
-            return Obstacle("a layer behind it takes other tensors too")
+            return Obstacle("a layer after it takes other tensors too")
     return layers
 
 
@@ -89,14 +89,14 @@ def _taking(node: fx.Node, rules: LayerRules) -> Layers | Obstacle:
         if is_quantizer(user) or (kind_of(user).copies_channels and len(tensor_inputs(user)) == 1):
             waiting += readers_of(user)
         elif not isinstance(layer, QuantWeighted):
-            return Obstacle(f"{user.name!r} takes its output, which is no quantized layer")
+            return Obstacle(f"{user.name!r} takes its output, and is no quantized layer")
         elif not layer.takes_affine() or layer.input_channels() != mean.numel():
-            return Obstacle(f"{user.name!r} takes its output, which pads it with zeros, or mixes its channels")
+            return Obstacle(f"{user.name!r} takes its output, and pads it with zeros or mixes its channels")
         elif layer.why_batch_norm_stays() is not None:
             return Obstacle(f"{user.name!r} takes its output: {layer.why_batch_norm_stays()}")
         elif layer.input_quantizer is not None or len(layer._forward_pre_hooks) > len(computing_hooks(layer)):
             return Obstacle(
-                f"{user.name!r} takes its output, which a leaf module calls too, or whose input a hook takes"
+                f"{user.name!r} takes its output, and a leaf module calls it too, or a hook takes its input"
             )
         elif any(changed_by(between, owner) is not None for between in _between(node, user)):
             return Obstacle(f"an op before {user.name!r} changes a tensor in place")

@@ -65,8 +65,8 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
         scale, zero_point = state.get(f"{inner}.scale"), state.get(f"{inner}.zero_point")
         if scale is None:
             raise RuntimeError(
-                f"convert: state_dict has no entry '{inner}.scale'; it must be that of a model converted from the same float "
-                f"model, backend and QConfigMapping (load that of a prepared model by prepared.load_state_dict)."
+                f"convert: state_dict has no entry '{inner}.scale'; it must come from a model converted from the same float "
+                f"model, backend and QConfigMapping (load a prepared model's by prepared.load_state_dict)."
             )
         for entry, value in ((f"{inner}.scale", scale), (f"{inner}.zero_point", zero_point)):
             if value is not None:
@@ -79,7 +79,7 @@ def restore(model: M, state: Mapping[str, Tensor]) -> M:
 
 
 def _warn_of_rounded_scales(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Warn of scales of a state dict that the model has as float16 numbers, with how many codes of weights they move."""
+    """Warn of scales of a state dict that the model has as float16 numbers, with how many quantized weights they change."""
     names, moved, count = [], 0, 0
     for name, grid in named_quantizers(model, Grid).items():
         given = state[f"{name}.scale"].to(grid.scale)
@@ -93,14 +93,14 @@ def _warn_of_rounded_scales(model: nn.Module, state: Mapping[str, Tensor]) -> No
             moved, count = moved + int((exact.codes(weight) != grid.codes(weight)).sum()), count + weight.numel()
     if names:
         warnings.warn(
-            f"convert: the state_dict has float32 scales, and the model's scale_dtype is 'float16': those of {some(names)} "
-            f"are rounded, which moves {moved:,} of {count:,} codes of weights. Evaluate the model before it is deployed.",
+            f"convert: the state_dict has float32 scales, and the model's scale_dtype is 'float16': scales of {some(names)} "
+            f"are rounded, which changes {moved:,} of {count:,} quantized weights. Evaluate the model before it is deployed.",
             stacklevel=5,  # the caller of convert
         )
 
 
 def _fit_biases(model: nn.Module) -> None:
-    """Enlarge the scales of weights where the codes of a bias exceed int32, and warn of them."""
+    """Enlarge the scales of weights where a quantized bias exceeds int32, and warn of them."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantWeighted)]
     for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
         layers += link_inputs.layers_of_functions(gm)

@@ -29,11 +29,11 @@ HOLDER, WEIGHT_HOLDER = "activation_quantizers", "weight_quantizers"
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Insert a quantizer on every tensor that the target wants quantized, one for all its consumers.
 
-    The quantizer of node `relu` is the submodule `activation_quantizers.relu`; the one that the inputs of the concat `cat`
-    share is `activation_quantizers.cat`; the weight of the function `linear` has `weight_quantizers.linear`. In a model
-    with a submodule of such a name the quantizers are in `activation_quantizers_1`; a node `to`, which is the name of a
-    method of modules, has `to_1`. Where consumers ask for different specs,
-    the one with most bits holds. A graph with inserted quantizers stays as it is. The plan gets every edge.
+    The quantizer of node `relu` is the submodule `activation_quantizers.relu`; the one that the inputs of the concat
+    `cat` share is `activation_quantizers.cat`; the weight of the function `linear` has `weight_quantizers.linear`. In a
+    model with a submodule of such a name the quantizers are in `activation_quantizers_1`; a node `to`, which is the
+    name of a method of modules, has `to_1`. If consumers ask for different specs, the spec with the most bits holds. A
+    graph with inserted quantizers stays as it is. The plan gets every edge.
 
     Raises:
         ValueError: A spec does not fit a function's weight.
@@ -66,7 +66,7 @@ def _insert_activations(gm: QuantizedGraphModule, planned: Sequence[PlannedQuant
 
 
 def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, requests: Iterable[Request]) -> None:
-    """Insert calls of a quantizer for some requests: behind their producer, or where training mode takes another value."""
+    """Insert calls of a quantizer for some requests: after their producer, or where training mode takes another value."""
     by_place: dict[fx.Node, set[fx.Node]] = defaultdict(
         set
     )  # what lies between each place and the consumers, and these
@@ -86,7 +86,7 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
 
 
 def _takes_another(node: fx.Node) -> bool:
-    """Return whether a node takes a value in training mode that is not computed from the one that it takes in eval mode."""
+    """Return whether a node takes a value in training mode that is not computed from the value that it takes in eval mode."""
     if not chooses_by_mode(node) or is_output(node):
         return False
     _, in_training, in_eval = node.args

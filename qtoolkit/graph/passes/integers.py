@@ -75,9 +75,9 @@ def _put_kernel(
     calls: ModuleCalls,
     behind: Mapping[fx.Node, Grid | None],
 ) -> Computed | None:
-    """Let a kernel compute an op, if there is one; return how it computes, or None for an op that takes no codes.
+    """Let a kernel compute an op, if there is one; return how it computes, or None for an op that takes no quantized tensors.
 
-    `behind` has the quantizer behind each node before this one.
+    `behind` has the quantizer after each node before this one.
     """
     sources = [behind[source] for source in tensor_inputs(node)]
     grids = [grid for grid in sources if grid is not None]
@@ -190,7 +190,7 @@ def _changes_a_tensor(node: fx.Node) -> bool:
 
 
 def _grid_behind(node: fx.Node, runtime: Runtime, behind: Mapping[fx.Node, Grid | None]) -> Grid | None:
-    """Return the quantizer whose codes a node passes on; None where they do not reach it as codes, or where several do."""
+    """Return the quantizer whose integers a node passes on; None where they reach it as floats, or from several quantizers."""
     if is_quantizer(node):
         grid = module_of(node)
         return grid if isinstance(grid, Grid) and not is_weight_quantizer(node) else None
@@ -201,7 +201,7 @@ def _grid_behind(node: fx.Node, runtime: Runtime, behind: Mapping[fx.Node, Grid 
 
 
 def _picks_with_a_number(node: fx.Node) -> bool:
-    """Return whether a node takes x[0] of a tensor: ONNX has a Gather for it, through which runtimes do not follow codes."""
+    """Return whether a node takes x[0] of a tensor: ONNX has a Gather for it, through which runtimes do not follow integers."""
     index = node.args[1] if node.target is operator.getitem else 0 if node.target in (torch.select, "select") else None
     parts = index if isinstance(index, tuple) else (index,)
     source = source_of(node)
@@ -212,8 +212,8 @@ def _picks_with_a_number(node: fx.Node) -> bool:
 def output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
     """Return the last op that a kernel of this op computes, and the quantizer of its output.
 
-    Activations between the two are computed by saturation, if their bounds are the ends of the grid's range or beyond; not by
-    the codes of a grid with several scales or more than 8 bits, which no kernel gives.
+    Activations between the two are computed by saturation, if their bounds are the ends of the grid's range or beyond; not
+    for a grid with several scales or more than 8 bits, which no kernel has.
     """
     reached = reached_quantizer(node, runtime)
     if reached is None:
@@ -229,7 +229,7 @@ def output_of(node: fx.Node, runtime: Runtime) -> tuple[fx.Node, Grid | None]:
 
 
 def reached_quantizer(node: fx.Node, runtime: Runtime) -> tuple[Grid, fx.Node, list[Bounds]] | None:
-    """Return the quantizer behind an op and activations that kernels absorb, the last of these, and all their bounds."""
+    """Return the quantizer after an op and activations that kernels absorb, the last of these, and all their bounds."""
     last, bounds = node, [Bounds()]
     while len(users := users_of(last)) == 1:
         (user,) = users
@@ -244,7 +244,7 @@ def reached_quantizer(node: fx.Node, runtime: Runtime) -> tuple[Grid, fx.Node, l
 
 
 def expected_grid(quantizer: Quantizer) -> Grid:
-    """Return a grid; of a quantizer in training, a grid as of tensors above zero, whose range activations do not clip."""
+    """Return a grid; for a quantizer in training, a grid as for tensors above zero, whose range activations do not clip."""
     if isinstance(quantizer, Grid):
         return quantizer
     spec = quantizer.grid_spec if isinstance(quantizer, TensorQuantizer) else quantizer.spec

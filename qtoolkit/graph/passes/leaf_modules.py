@@ -69,7 +69,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _summary(name: str, verdicts: Mapping[str, Verdict]) -> Verdict:
-    """Return the verdict on a leaf module by those on the layers in it."""
+    """Return the verdict on a leaf module by the verdicts on its layers."""
     layers = [verdict.status for layer, verdict in verdicts.items() if layer.startswith(f"{name}.")]
     count = layers.count(Status.QUANTIZED)
     if not count:

@@ -63,7 +63,7 @@ def batch_norms(gm: fx.GraphModule) -> Iterator[Pair]:
 class Links:
     """Which layers take over the batch norms after them, and why others do not.
 
-    Both may be called any number of times, and a batch norm behind several layers: each time one right after the other.
+    Both may be called any number of times, and a batch norm after several layers: each time one right after the other.
     """
 
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:
@@ -131,7 +131,7 @@ def _why_apart(node: fx.Node, follower: fx.Node, rules: LayerRules) -> str | Non
 
 
 def _warn_of_sizes(gm: fx.GraphModule) -> None:
-    """Warn of layers whose quantizer gives their weights another size, which no normalization behind them takes out."""
+    """Warn of layers whose quantizer gives their weights another size, which no normalization after them takes out."""
     names = dict[str, str]()
     for node in gm.graph.nodes:
         layer = called_module(node)
@@ -140,9 +140,9 @@ def _warn_of_sizes(gm: fx.GraphModule) -> None:
             names[str(node.target)] = reason
     if names:
         warnings.warn(
-            f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, but "
-            f"{' and '.join(dict.fromkeys(names.values()))}: the outputs change with them, before and in training. Put a batch "
-            f"norm behind these layers, or give them quantizer='lsq' in the QConfigMapping.",
+            f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, and "
+            f"{' and '.join(dict.fromkeys(names.values()))}: these outputs change, before and in training. Put a batch "
+            f"norm after these layers, or give them quantizer='lsq' in the QConfigMapping.",
             stacklevel=5,  # the caller of prepare
         )
 
@@ -184,6 +184,6 @@ def remove(gm: QuantizedGraphModule, name: str, bn: nn.Module) -> None:
     if bn._modules:  # an activation inside the batch norm stays
         gm.set_submodule(name, nn.Sequential(OrderedDict(bn.named_children())).train(bn.training))
     elif isinstance(gm.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList):
-        gm.set_submodule(name, nn.Identity())  # the modules behind it keep their places
+        gm.set_submodule(name, nn.Identity())  # the modules after it keep their places
     else:
         gm.delete_submodule(name)

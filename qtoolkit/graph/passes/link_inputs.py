@@ -47,14 +47,14 @@ def _sources_of(nodes: Sequence[fx.Node], backend: Backend) -> list[Source | Non
 
 
 def _linked(call: LayerCall, nodes: Sequence[fx.Node], backend: Backend) -> LayerCall:
-    """Return a call whose bias is added to sums over the codes of its nodes' inputs; in float, if their grids are several."""
+    """Return a call whose bias is added to integer sums over its nodes' inputs; in float, if these have several grids."""
     sources = _sources_of(nodes, backend)
     one_grid = len(quantizers_at(sources)) == 1
     return replace(call, integer_bias=one_grid, sums_over=sources[0] if one_grid else None)
 
 
 def link_own_inputs(model: nn.Module, backend: Backend) -> None:
-    """Tell each layer whether the target adds the bias to integer sums over the codes of an input that it quantizes itself."""
+    """Tell each layer whether the target adds the bias to integer sums over an input that it quantizes itself."""
     for layer in model.modules():
         if isinstance(layer, QuantWeighted):
             changed = (replace(call, integer_bias=backend.integer_bias, sums_over=None) for call in layer.layer_calls)

@@ -42,7 +42,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         last.op, last.target, last.args = "call_function", getattr(function, "func", function), (source,)
         last.kwargs = dict(getattr(function, "keywords", {}))
         set_facts(last, assigns_in_place=False)
-        for node in ops[1:]:  # those behind come first
+        for node in ops[1:]:  # later ops come first
             gm.graph.erase_node(node)
         elementwise.difference_update(ops)
     gm.graph.lint()
@@ -83,13 +83,13 @@ def _bends(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """Return the name of what a node calls, without what says that it works in place or is an operator."""
+    """Return the name of a node's function, without the marks of in-place ops and operators."""
     name = name_called(node).strip("_")
     return name[1:] if name[1:] in PLAIN else name
 
 
 def _function_of(ops: Sequence[fx.Node], source: fx.Node) -> Callable[..., Tensor] | None:
-    """Return the function of the table that computes what some ops do; None where there is none."""
+    """Return the function of the table that computes the same as some ops; None if there is none."""
     values: dict[fx.Node, Tensor] = {source: _numbers().clone()}  # which an op may change
     for node in reversed(ops):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -109,7 +109,7 @@ def _numbers() -> Tensor:
 
 @cache
 def _recognized() -> tuple[list[Callable[..., Tensor]], Tensor]:
-    """Return the functions of the table that are recognized, and a row with what each computes."""
+    """Return the functions of the table that are recognized, and a row of each one's results."""
     functions = [function for kind in KINDS.values() for function in kind.recognized]
     return functions, torch.stack([function(_numbers()) for function in functions])
 

@@ -26,7 +26,7 @@ from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.verdicts import BY_CONFIG, FOLDED, Cause, Status, Verdict
 
 FROM_PARAMETERS = Verdict.left_float(Cause.TARGET, "computed from parameters alone")
-IN_TRAINING = Verdict.left_float(Cause.TARGET, "training mode alone takes it, and no target computes it")
+IN_TRAINING = Verdict.left_float(Cause.TARGET, "only training mode takes it, and no target computes it")
 NOT_TRACED = "a function that takes weights and is not traced"
 
 

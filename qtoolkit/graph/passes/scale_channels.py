@@ -19,7 +19,7 @@ DIMENSIONS: dict[object, int] = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}  # of typ
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
-    """Replace each batch norm behind a layer and its activation, in eval mode (`Backend.batch_norm_as_conv`).
+    """Replace each batch norm after a layer and its activation, in eval mode (`Backend.batch_norm_as_conv`).
 
     It keeps its name. The weight has the target's own spec, with a scale for each channel: so each factor is on its grid.
     """

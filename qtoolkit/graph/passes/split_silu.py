@@ -11,9 +11,9 @@ from qtoolkit.op_kinds.facts import facts_of, set_facts
 
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
-    """Split each SiLU that takes codes (`Backend.splits_silu`), unless a rule of the user's names it.
+    """Split each SiLU that takes quantized values (`Backend.splits_silu`), unless a rule of the user's names it.
 
-    Behind an op that returns floats, such as a linear layer, SiLU stays float.
+    After an op that returns floats, such as a linear layer, SiLU stays float.
     """
     if not rules.backend.splits_silu:
         return gm
@@ -27,7 +27,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
 
 
 def split(node: fx.Node) -> None:
-    """Split a SiLU; the product keeps its node, and so its name. What takes a tensor that it changed takes its output."""
+    """Split a SiLU; the product keeps its node, and so its name. Ops that take a tensor which it changed take its output."""
     (source,) = tensor_inputs(node)
     with node.graph.inserting_before(node):
         gate = node.graph.create_node("call_function", torch.sigmoid, (source,), name=f"{node.name}_sigmoid")

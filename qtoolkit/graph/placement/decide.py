@@ -185,7 +185,7 @@ class _Collector:
     # ---- what an op asks for
 
     def _quantized_by(self, node: fx.Node) -> QConfig | None:
-        """Return the config of an op that is to be quantized, None of others."""
+        """Return the config of an op that is to be quantized, None for others."""
         if self.roles[node] not in QUANTIZED_ROLES or has_float_weight(node):
             return None
         qconfig = self.roles.rule(node).qconfig

@@ -10,7 +10,7 @@ UNIT = ("batch_norm", "activation")
 
 
 def is_returned(node: fx.Node, backend: Backend) -> bool:
-    """Return whether only outputs of the graph take what an op computes, and they stay float on the target.
+    """Return whether only outputs of the graph take an op's result, and they stay float on the target.
 
     The batch norm and the activation of its unit may lie between, and ops that only move values.
     """

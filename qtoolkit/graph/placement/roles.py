@@ -17,9 +17,9 @@ from qtoolkit.op_kinds.table import NO_OPS, OTHER
 class Roles:
     """The role of each op of a graph, by the backend's table and the user's rules, and the units that ops form.
 
-    A user's rule with config None makes an op float. One that names an op itself, with a config, makes a float op "compute" (a
-    regular expression only ops of a known kind). A unit is an op with the batch norm and the activation that follow it and
-    have no other input: one op on the target.
+    A user's rule with config None makes an op float. A rule that names an op itself, with a config, makes a float op
+    "compute" (a regular expression only ops of a known kind). A unit is an op with the batch norm and the activation that
+    follow it and have no other input: one op on the target.
     """
 
     def __init__(self, graph: fx.Graph, rules: LayerRules) -> None:
@@ -42,7 +42,7 @@ class Roles:
         return "compute" if role == "activation" and asks else role
 
     def is_behind_codes(self, node: fx.Node) -> bool:
-        """Return whether an activation is behind an op that needs a quantized output and does not join it."""
+        """Return whether an activation comes after an op that needs a quantized output and does not join it."""
         first = self._head(node) if self._role_of[node] == "activation" else None
         return first is not None and self._role_of[first] in QUANTIZED_ROLES and not self._joins(first, node)
 
@@ -69,7 +69,7 @@ class Roles:
     def moves_from(self, node: fx.Node) -> fx.Node | None:
         """Return the node whose values a transparent op moves; None for other ops, and where it moves no tensor.
 
-        A max pool after padding with -inf takes its input with the padding, which is on no grid.
+        A max pool after padding with -inf takes its input with the padding, which no quantizer represents.
         """
         source = source_of(node) if self[node] == "transparent" else None
         if source is not None and kind_of(node).takes_maxima and kind_of(source).pads_off_grid:

@@ -1,4 +1,4 @@
-"""The quantizers on whose grids the inputs of layers lie in training."""
+"""The quantizers of the inputs of layers in training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from qtoolkit.wrapped import unwrapped
 def link_sources(graph: fx.Graph, backend: Backend) -> None:
     """Tell each layer that a graph calls the quantizer of its input, for each `LayerCall`.
 
-    An attention is told the sources of query, key and value: one object where these are one tensor in each call.
+    An attention gets the sources of query, key and value: one object where these are one tensor in each call.
 
     It is None where it is unknown, and where the nodes of one `LayerCall` have several. A prepared model does so whenever its
     graph is compiled: the graph may have been changed. A layer that something else has come to call, such as an adapter around
@@ -76,7 +76,7 @@ def _common_source(tensors: Sequence[fx.Node | None], backend: Backend) -> Sourc
 
 
 def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
-    """Return the source of a tensor in training; None where its values are on no quantizer's grid, or on a weight's."""
+    """Return the source of a tensor in training; None where no quantizer, or a weight's, computes it."""
     behind = quantizer_behind(node, backend, in_training=True)
     source = None if behind is None or is_weight_quantizer(behind) else _source_at(behind)
     return None if source is None else replace(source, dropouts=dropouts_behind([node], backend))
@@ -93,7 +93,7 @@ def _source_behind(tensor: fx.Node | None, backend: Backend, in_training: bool =
 
 
 def _source_at(node: fx.Node) -> Source | None:
-    """Return the source of what a node returns; None unless it calls a quantizer."""
+    """Return the source of a node's result; None unless it calls a quantizer."""
     if not isinstance(module_of(node), Quantizer) or node.graph.owning_module is None:
         return None
     parent, _, name = str(node.target).rpartition(".")

@@ -1,4 +1,4 @@
-"""Where a tensor of a graph comes from: the op that computes it, and the quantizer whose grid it lies on."""
+"""Where a tensor of a graph comes from: the op that computes it, and the quantizer that gives its values."""
 
 from collections.abc import Iterable
 
@@ -34,7 +34,7 @@ class QuantizersBehind:
     """The quantizer nodes that tensors come from, through ops that only move values; None for a tensor that is float.
 
     For a concat whose inputs share a scale, it is the first input's. `in_training` asks that values are on the quantizer's grid
-    in training mode too: behind a dropout they are not, unless its probability is 0 (see `dropouts_behind`).
+    in training mode too: after a dropout they are not, unless its probability is 0 (see `dropouts_behind`).
 
     It walks each part of a graph once, for all tensors that it is asked for. So it is for a loop that does not change the ops.
     """

@@ -50,7 +50,7 @@ def ops_of(graph: fx.Graph, weight_of: Callable[[fx.Node], WeightFacts | None] =
 def _layer(
     node: fx.Node, parameters: set[fx.Node], weight_of: Callable[[fx.Node], WeightFacts | None]
 ) -> LayerFacts | None:
-    """Return what is known about a layer, or about a function that takes a weight."""
+    """Return the facts about a layer, or about a function that takes a weight."""
     if owns_weight(node):
         return _layer_of_module(module_of(node), None if has_float_weight(node) else _weight_grid(node))
     weights = [source for source in node.all_input_nodes if is_weight_quantizer(source)]

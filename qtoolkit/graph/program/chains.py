@@ -1,7 +1,7 @@
-"""Ops in a graph that run as one: chains of a batch norm with what is around it, and pairs of a function and its quantizer.
+"""Ops in a graph that run as one: chains of a batch norm with its neighbours, and pairs of a function and its quantizer.
 
-A chain begins with the layer before its batch norm. The graph stays as it is; only the code that runs has a unit for a chain,
-or calls `qtoolkit.graph.program.epilogue` where no layer is in it, and has a unit for a pair.
+A chain begins with the layer before its batch norm. The graph stays as it is; only the forward that is written has a
+unit for a chain, or calls `qtoolkit.graph.program.epilogue` if no layer is in it, and has a unit for a pair.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ SIZES = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")  
 
 @dataclass
 class Chain:
-    """Nodes that run as one op, each with one user, but the last."""
+    """Nodes that run as one op, each but the last with one user."""
 
     batch_norm: fx.Node
     layer: fx.Node | None = None  # the QAT layer before it that is linked to it
@@ -79,7 +79,7 @@ class Chain:
         return "; ".join(filter(None, said))
 
     def _activation(self) -> nn.Module | Bounds | None:
-        """Return the module of the activation, or what it computes."""
+        """Return the module of the activation, or its function."""
         return self.bounds if self.activation is None or self.bounds is not None else module_of(self.activation)
 
     def _joined(self, found: Unit) -> list[fx.Node]:
@@ -109,7 +109,7 @@ class FunctionPair:
 
 
 class ChainFinder:
-    """Finds the chains among the nodes that one function runs, in order; `results` are those that it returns."""
+    """Finds the chains among the nodes that one function runs, in order; `results` are its results."""
 
     def __init__(self, nodes: Sequence[fx.Node], results: Collection[fx.Node]) -> None:
         self.order = {node: place for place, node in enumerate(nodes)}
@@ -190,7 +190,7 @@ class ChainFinder:
 
 
 def _called_alone(node: fx.Node) -> nn.Module | None:
-    """Return the module that a node calls with its input alone, or with the number of the call; None of other nodes."""
+    """Return the module that a node calls with its input alone, or with the number of the call; None for other nodes."""
     one_input = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and set(node.kwargs) <= {NUMBER}
     return module_of(node) if node.op == "call_module" and one_input else None
 

@@ -1,6 +1,6 @@
 """Divide the graph of a model among its blocks: each has a part of its own, where the graph allows it.
 
-The graph of the model stays as it is. Only the code that runs is divided. An inserted quantizer runs in the innermost block
+The graph of the model stays as it is. Only the forward that runs is divided. An inserted quantizer runs in the innermost block
 that has all users of its output.
 """
 
@@ -85,7 +85,7 @@ class Division:
         return found
 
     def _path_around(self, node: fx.Node, users: Sequence[list[int]]) -> list[int]:
-        """Return the calls around an inserted node: the innermost that has all its users, and those that make its input.
+        """Return the calls around an inserted node: the innermost that has all its users, and the calls that make its input.
 
         A call that makes the input of the node, and has a user of it, cannot take the node's result from outside.
         """
@@ -119,7 +119,7 @@ class Division:
         known = {value for _, value in leaves((args, kwargs))}
         for _, value in leaves(returned):
             if isinstance(value, fx.Node) and not (value in known or value in self.free or self._is_in(value, index)):
-                raise NoPartError(f"it returns {value.name!r}, which other code computes")
+                raise NoPartError(f"it returns {value.name!r}, which is computed outside of it")
         return Part(block, call, args, kwargs, returned)
 
     def _first_of(self, inside: Sequence[fx.Node]) -> fx.Node:
@@ -134,16 +134,16 @@ class Division:
         return traced[0]
 
     def _values(self, tree: Any, what: str, required: bool = False) -> Any:
-        """Return the arguments or the result of a call with nodes; what the graph no longer has is None."""
+        """Return the arguments or the result of a call with nodes; None for nodes that the graph does not have now."""
         for _, leaf in leaves(tree):
             if isinstance(leaf, Foreign):
                 raise NoPartError(f"it {what} {with_article(leaf.type_name)}, which a graph does not pass on")
             if required and isinstance(leaf, Value) and leaf.node not in self.current:
-                raise NoPartError(f"it {what} {leaf.node!r}, which the graph no longer computes")
+                raise NoPartError(f"it {what} {leaf.node!r}, which the graph does not compute now")
         return map_leaves(tree, lambda leaf: self.current.get(leaf.node) if isinstance(leaf, Value) else leaf)
 
     def items(self, index: int) -> Iterator[fx.Node | int]:
-        """Yield what a part runs, in order: nodes, and the indices of the calls of blocks."""
+        """Yield the contents of a part, in order: nodes, and the indices of the calls of blocks."""
         called = set[int]()
         for node in self.members[index]:
             path = self.path_of[node]

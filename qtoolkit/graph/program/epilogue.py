@@ -1,7 +1,7 @@
-"""A batch norm in training with what follows it, in one op: a residual add, an activation and a quantizer.
+"""A batch norm in training with the ops after it, in one op: a residual add, an activation and a quantizer.
 
 The ops that a graph has are called one by one wherever that can make a difference: in eval mode, for other kinds of batch norms
-and strategies, where hooks watch a module, while a quantizer observes. The code of a prepared model asks at each call.
+and strategies, where hooks watch a module, while a quantizer observes. The forward of a prepared model asks at each call.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def layer_output(
 
 
 def called_with(module: Any, input_codes: TensorCodes | InputCodes | None, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer or an attention, with the codes of its input, or inputs, if it takes them."""
+    """Call a layer or an attention, with its inputs as integers, if it takes them."""
     takes = input_codes is not None and type(module).forward in (QuantWeighted.forward, QuantMultiheadAttention.forward)
     return module(*args, **kwargs, input_codes=input_codes) if takes else module(*args, **kwargs)
 
@@ -56,12 +56,12 @@ def epilogue_of(
     activate: Callable[[Tensor], Tensor] | None = None,
     bounds: Bounds | None = None,
 ) -> Callable[..., tuple[Tensor, TensorCodes | None]]:
-    """Return the function that computes a batch norm with what follows it.
+    """Return the function that computes a batch norm with the ops after it.
 
-    `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds` what it
-    computes. The result is a function of what runs, the batch norm's input (what `layer_output` returned, if there is a layer),
-    the residual, its codes, the layer, the batch norm, the module of the activation and the quantizer. None stands for those
-    that there are not. It returns the output and its codes.
+    `add` adds the residual to the batch norm's output; `activate` is the activation where that is a function, `bounds`
+    are its bounds. The result is a function of the run, the batch norm's input (the result of `layer_output`, if there
+    is a layer), the residual, its integers, the layer, the batch norm, the module of the activation and the quantizer,
+    each None where it is missing. It returns the output and its integers.
     """
 
     def epilogue(
@@ -98,7 +98,7 @@ def epilogue_of(
 
 
 def max_pool(run: Run, pool: Any, x: Tensor, input_codes: TensorCodes | None) -> tuple[Any, TensorCodes | None]:
-    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `input_codes` are x's."""
+    """Call an nn.MaxPool2d, by an op that keeps places instead of the input where it trains; `input_codes` are x's integers."""
     by_torch = type(pool) is not nn.MaxPool2d or not pool.training or pool.return_indices or is_watched(pool)
     if by_torch or all_watched():
         return pool(x), None
@@ -142,7 +142,7 @@ def _is_faster_in_torch(input: Tensor) -> bool:
 
 
 def fits(bn: Any, size: torch.Size) -> bool:
-    """Return whether the op takes inputs of a size; the batch norm has the errors for one that it does not take either."""
+    """Return whether the op takes inputs of a size; the batch norm has the errors for sizes that it does not take either."""
     has_values = size.numel() > size[1] or type(bn) is QuantSyncBatchNorm  # other ranks may have them
     is_taken = is_folded(bn) or (size[1] == bn.num_features and has_values)
     return len(size) in DIMENSIONS[type(bn)] and is_taken
@@ -198,9 +198,9 @@ def _compute(
 
 
 def codes_added(run: Run, residual: Tensor, codes: TensorCodes | None, last: bool) -> tuple[Tensor | None, ...]:
-    """Return the codes of a residual, one a byte, with its scale and zero point; `codes` are those that it has.
+    """Return the integers of a residual, one a byte, with scale and zero point; `codes` are the integers that it has.
 
-    `last` is whether those of an image are wanted in channels_last.
+    `last` is whether the integers of an image are wanted in channels_last.
     """
     wanted = codes is not None and not codes.packed and torch.is_grad_enabled()
     found = codes_of(run, residual, None, last, codes) if wanted else None

@@ -28,8 +28,8 @@ def compile_forward(
 ) -> Forward:
     """Compile the program of a model and of each block that can run its own part of the graph.
 
-    The other blocks are told why they cannot. `calls` are of the model and its blocks: none while it is made, which
-    compiles nothing. Without `products` the code calls no other ops than the graph has. `plain` is the code of torch.fx.
+    The other blocks get the reason why they cannot. `calls` are of the model and its blocks: none while it is made, which
+    compiles nothing. Without `products` the forward calls only ops of the graph. `plain` is torch.fx's forward.
 
     The forward of the model runs, in training, the units of the whole graph in one piece; in eval mode, in exports and while a
     block is watched (it has a hook, for example), it calls the blocks.
@@ -49,7 +49,7 @@ def compile_forward(
 
 
 def _entered(code: Forward) -> Forward:
-    """Return the forward of a block, which asks what runs."""
+    """Return the forward of a block, which asks for the present run."""
 
     @functools.wraps(code)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
@@ -67,7 +67,7 @@ def _code_of(owner: nn.Module, division: Division, index: int, products: Product
 def _with_units(owner: nn.Module, division: Division, index: int, products: Products | None, plain: Forward) -> Forward:
     """Return a forward of a part that runs units where its owner trains, and no tracer or hook needs the nodes of the graph.
 
-    Its first argument is what runs.
+    Its first argument is the run.
     """
     writer = None if products is None else UnitWriter(division, index, products)
     units = plain if writer is None or not writer.changed else compiled(writer.write(), division.calls[index].block)
@@ -100,7 +100,7 @@ def _by_block(gm: nn.Module, whole: Forward, divided: Forward, blocks: "_Blocks"
 
 
 def _is_its_own(run: Run, model: nn.Module, owner: ref[nn.Module]) -> bool:
-    """Return whether a model is the one that its code was made for, whose blocks and modules of units replicas share."""
+    """Return whether a model is the one that its forward was made for, whose blocks and modules of units replicas share."""
     return run.compiled or owner() is model
 
 
@@ -138,7 +138,7 @@ class _Links:
         self.snapshot = Snapshot(tuple(holder._modules for holder in holders if holder is not None), frozenset())
 
     def renew(self, run: Run) -> None:
-        """Link the layers again if a module has been replaced since; compiled code does so when the mode is set."""
+        """Link the layers again if a module has been replaced since; a compiled forward does so when the mode is set."""
         gm = None if run.compiled or self.snapshot.holds() else self.gm()
         if gm is None:
             return

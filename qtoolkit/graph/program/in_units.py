@@ -1,4 +1,4 @@
-"""Write the code of a part of a model's graph in units: a call for each layer and quantizer, with what one op computes too."""
+"""Write the Python of a part of a graph in units: a call for each layer and quantizer, with the ops fused into it."""
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,10 +35,10 @@ Products = Mapping[str, Product]
 
 
 class UnitWriter(Writer):
-    """Writes a part of a graph with one call for each unit, and for each other op that training computes its own way.
+    """Writes a part of a graph with one call for each unit, and for each other op that training computes in its own way.
 
-    A layer with its chain is a unit; a layer without a batch norm, with a quantizer right behind it; and any other quantizer,
-    with an activation or a layer norm right before it. `codes` has the nodes of the results' codes, which units return.
+    A layer with its chain is a unit; a layer without a batch norm, with a quantizer right after it; and any other quantizer,
+    with an activation or a layer norm right before it. `codes` has the nodes of the results as integers, which units return.
     """
 
     def __init__(self, division: Division, index: int, found: Products) -> None:
@@ -63,8 +63,8 @@ class UnitWriter(Writer):
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         others = list(filter(self._is_other, self.order))
-        self.takers = {*layers, *joined, *others}  # the nodes whose ops take the codes of their inputs
-        self.run: fx.Node | None = None  # what runs, which the code asks before its first unit
+        self.takers = {*layers, *joined, *others}  # the nodes whose ops take their inputs as integers
+        self.run: fx.Node | None = None  # the present run, which the forward asks for before its first unit
         # whether the written code differs from the nodes of the model's graph
         self.changed = bool(self.chains or self.units or others)
 
@@ -77,7 +77,7 @@ class UnitWriter(Writer):
         return all(isinstance(node, fx.Node) and self._leaves_tensors(node) for node in between)
 
     def _leaves_tensors(self, node: fx.Node) -> bool:
-        """Return whether a node changes no tensor that others read; what is not in the table of ops might."""
+        """Return whether a node changes no tensor that others read; ops that are not in the table might."""
         if node in self.inner or is_quantizer(node):
             return True
         return kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None
@@ -102,12 +102,12 @@ class UnitWriter(Writer):
         return before if joins and len(before.users) == 1 and self._nothing_between(before, quantizer) else None
 
     def pairs(self) -> list[FunctionPair]:
-        """Return the functions that run with the quantizers behind them."""
+        """Return the functions that run with the quantizers after them."""
         found = ((last, before) for last, before in self.units.items() if before is not None)
         return [FunctionPair(before, last) for last, before in found if not is_weighted_call(before)]
 
     def _is_other(self, node: fx.Node) -> bool:
-        """Return whether training computes an op its own way, which is no unit."""
+        """Return whether training computes an op in its own way, which is no unit."""
         return is_max_pool_call(node) or is_attention_call(node) or node.name in self.products
 
     # ---- calls
@@ -168,7 +168,7 @@ class UnitWriter(Writer):
             self.codes[last] = self._item(result, 1, f"{last.name}_codes")
 
     def _called(self, function: Callable[..., object], args: Any, kwargs: Any, name: str) -> fx.Node:
-        """Write a call that takes what runs before the arguments."""
+        """Write a call that takes the run before the arguments."""
         if self.run is None:
             self.run = self.graph.create_node("call_function", running, name="run")
         return self.graph.create_node("call_function", function, (self.run, *args), kwargs, name=name)
@@ -189,22 +189,22 @@ class UnitWriter(Writer):
             named["input_codes"] = self._codes_of(node.all_input_nodes[0])
             self._write_unit(max_pool2d, args, node.name, node, named)
 
-    # ---- codes
+    # ---- integers
 
     def _with_codes(self, sources: Sequence[Any]) -> Iterator[Any]:
-        """Yield each tensor and its codes, which are None where no unit of the part returns them."""
+        """Yield each tensor and its integers, which are None where no unit of the part returns them."""
         for source in sources:
             yield self._value(source)
             yield self._codes_of(source)
 
     def _codes_of(self, source: Any) -> fx.Node | None:
-        """Return the node of an argument's codes; of what may be its tensor itself, the node of its tensor's codes."""
+        """Return the node of an argument's integers; if an op may return its tensor, the node of this one's integers."""
         while isinstance(source, fx.Node) and self._may_return_input(source):
             source = source.args[0]
         return self.codes.get(source)
 
     def _takers_of(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the nodes whose ops take the codes of a result."""
+        """Yield the nodes whose ops take a result as integers."""
         for user in node.users:
             if user in self.takers:
                 yield user
@@ -212,7 +212,7 @@ class UnitWriter(Writer):
                 yield from self._takers_of(user)
 
     def _may_return_input(self, node: fx.Node) -> bool:
-        """Return whether an op may return the tensor that it is given, unchanged; takers of its codes look whether it did."""
+        """Return whether an op may return the tensor that it is given, unchanged; ops that take its integers check this."""
         returns = kind_of(node).returns_input and bool(node.args) and isinstance(node.args[0], fx.Node)
         return returns and changed_by(node, self.division.gm) is None
 
@@ -224,7 +224,7 @@ class UnitWriter(Writer):
         return is_weighted_call(user) or (is_attention_call(user) and all(each is node for each in operands_of(user)))
 
     def _wants_codes(self, node: fx.Node) -> bool:
-        """Return whether an op takes the codes of a result; a max pool takes the grid alone."""
+        """Return whether an op takes a result as integers; a max pool takes only the grid."""
         return not all(map(is_max_pool_call, self._takers_of(node)))
 
     def _item(self, result: fx.Node, place: int, name: str) -> fx.Node:
@@ -232,7 +232,7 @@ class UnitWriter(Writer):
 
 
 def _function(node: fx.Node) -> Function | None:
-    """Return what an op before a quantizer computes; None where it is not computed with it."""
+    """Return the function of an op before a quantizer; None if it is not computed with the quantizer."""
     if len(node.args) != 1 or not isinstance(node.args[0], fx.Node) or node.kwargs:
         return None
     return function_of_module(module_of(node)) if node.op == "call_module" else OF_FUNCTION.get(node.target)

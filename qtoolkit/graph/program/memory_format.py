@@ -1,6 +1,6 @@
-"""The memory format in which a prepared model computes in training: channels_last where its layers compute on codes.
+"""The memory format in which a prepared model computes in training: channels_last where its layers compute in integers.
 
-torch's int8 convolutions take and return channels_last. So do the convolutions of backward, which are faster in it: without
+torch's int8 convolutions take and return channels_last. The convolutions of backward are faster in it too: without
 conversions at each layer, the convolutions return it, and the model converts its outputs back.
 """
 
@@ -31,9 +31,9 @@ OF_STRIDES = ("view", "view_as", "as_strided")
 
 
 def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that computes what another one does, in channels_last in training where that is faster.
+    """Return a forward that computes the same as another one, in channels_last in training where that is faster.
 
-    Both take what runs before the model. The 2-d convolutions of the model are told in which memory format to return images.
+    Both take the run before the model. The 2-d convolutions of the model get the memory format for their images.
     """
     names = [name for name, module in gm.named_modules() if isinstance(module, QuantConv2d)]
     converts = bool(names) and _takes_any_strides(gm) and not _has_unsafe_gradient(gm)
@@ -59,7 +59,7 @@ def in_channels_last(gm: fx.GraphModule, forward: Callable[..., Any]) -> Callabl
 
 
 class _Choice:
-    """Whether one of the layers of a model with these names computes on codes, for images of each number of pixels."""
+    """Whether one of the layers of a model with these names computes in integers, for images of each number of pixels."""
 
     def __init__(self, gm: fx.GraphModule, names: Sequence[str]) -> None:
         self.owner, self.names = ref(gm), names
@@ -84,7 +84,7 @@ class _Choice:
 def _quantized_inputs(gm: fx.GraphModule) -> frozenset[int | str]:
     """Return the places and the names of the inputs that quantizers alone take: to convert them would copy a batch.
 
-    A learned quantizer keeps its input for backward. Behind it, a convolution converts codes, a quarter of the bytes.
+    A learned quantizer keeps its input for backward. After it, a convolution converts integers, a quarter of the bytes.
     """
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = [(place, node.target) for place, node in enumerate(inputs) if all(_is_quantizer(gm, u) for u in node.users)]
@@ -96,7 +96,7 @@ def _is_quantizer(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _computes_on_codes(layer: Any, pixels: int) -> bool:
-    """Return whether a layer of a model, whose images have so many pixels, may compute on codes."""
+    """Return whether a layer of a model, whose images have so many pixels, may compute in integers."""
     if not isinstance(layer, QuantConv2d):
         return False
     with computing_still(layer):
@@ -106,7 +106,7 @@ def _computes_on_codes(layer: Any, pixels: int) -> bool:
 
 
 def _takes_any_strides(gm: fx.GraphModule) -> bool:
-    """Return whether the model computes the same for any strides: it has no views, nor code that was not traced."""
+    """Return whether the model computes the same for any strides: it has no views, nor Python that was not traced."""
     plan = vars(gm).get("plan")
     if plan is None or plan.tracing.leaf_modules or plan.tracing.skip:
         return False

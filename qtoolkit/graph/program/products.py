@@ -27,7 +27,7 @@ NO_OTHERS = {"attn_mask": None, "dropout_p": 0.0, "enable_gqa": False}
 
 
 def is_product_call(node: fx.Node) -> bool:
-    """Return whether a node calls a matrix product of two tensors or a plain attention of three, which may keep codes."""
+    """Return whether a node calls a matrix product of two tensors or a plain attention of three, which may keep integers."""
     is_op = node.op in ("call_function", "call_method")
     if not is_op or not all(isinstance(operand, fx.Node) for operand in node.args):
         return False
@@ -37,7 +37,7 @@ def is_product_call(node: fx.Node) -> bool:
 
 
 def function_of(node: fx.Node, how: Product) -> Callable[..., Tensor]:
-    """Return the function that computes such an op, of the codes of its operands and the arguments of its node."""
+    """Return the function that computes such an op, from its operands as integers and the arguments of its node."""
     return fused_attention.attention_of(how) if node.target is ATTENTION else product.product_of(OPS[node.target], how)
 
 
@@ -53,6 +53,6 @@ def link_products(
 
 
 def sentence(node: fx.Node, how: Product) -> str:
-    """Return how a product computes in training and what it keeps for backward."""
+    """Return how a product computes in training and which tensors it keeps for backward."""
     described = fused_attention.described if node.target is ATTENTION else product.described
     return described(how.sources, how.arithmetic)

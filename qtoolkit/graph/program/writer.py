@@ -1,4 +1,4 @@
-"""Write the code of a part of a model's graph: the nodes that it runs, and the calls of the blocks in it."""
+"""Write the Python of a part of a model's graph: the nodes that it runs, and the calls of the blocks in it."""
 
 import ast
 import functools
@@ -103,11 +103,11 @@ class Writer:
         return value(tree) if isinstance(tree, fx.Node) else tree
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """Return what a node is in this part. A parameter is read where it is used."""
+        """Return a node's counterpart in this part. A parameter is read where it is used."""
         return self._copy(node) if node in self.division.free and node not in self.written else self.written[node]
 
     def _known(self, node: fx.Node) -> fx.Node | None:
-        """Return what a node is in this part; None if it is not there, which nothing in the block uses then."""
+        """Return a node's counterpart in this part; None if it is not there, and nothing in the block uses it."""
         return self._value(node) if node in self.written or node in self.division.free else None
 
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -139,7 +139,7 @@ class OpOfEvalMode:
         self.function = calls.get(node.op, target)
 
     def run(self, training: bool, /, *args: object, **kwargs: object) -> object:
-        """Return what the op computes; None in training mode."""
+        """Return the op's result; None in training mode."""
         return None if training else self.function(*args, **kwargs)
 
 
@@ -168,9 +168,9 @@ def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:
 
 
 class _Globals(ast.NodeTransformer):
-    """Give globals of code that torch.fx has written other names, where an argument of the forward has the name of one.
+    """Rename globals of Python that torch.fx has written, where an argument of the forward has the name of one.
 
-    torch.fx writes a device as `device(type='cpu')`, also where `device` is an argument. Its code reads arguments in
+    torch.fx writes a device as `device(type='cpu')`, also where `device` is an argument. It reads arguments in
     assignments of their own.
     """
 
@@ -185,7 +185,7 @@ class _Globals(ast.NodeTransformer):
 
 
 def function_of(node: fx.Node, operands: Sequence[fx.Node]) -> Callable[..., Any]:
-    """Return a function of some operands that does what a function or a method does in a graph."""
+    """Return a function of some operands that calls a function or a method as in a graph."""
     graph = fx.Graph()
     arguments = {operand: graph.placeholder(f"value_{place}") for place, operand in enumerate(operands)}
     graph.output(graph.node_copy(node, arguments.__getitem__))

@@ -66,7 +66,7 @@ class _QuantConv(Convolution):
         return Geometry(self.stride, padding, self.dilation, (0,) * len(self.stride), False, self.groups)
 
     def takes_affine(self) -> bool:
-        """Return whether no zeros are added to the input: they are zeros behind the batch norm, not before it."""
+        """Return whether no zeros are added to the input: they are zeros after the batch norm, not before it."""
         return self.padding_mode != "zeros" or not any(self.edges())
 
     def edges(self) -> list[int]:

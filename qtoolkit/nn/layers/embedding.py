@@ -14,7 +14,7 @@ from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 def renormalize_table(module: nn.Module) -> None:
     """Renormalize all rows of an embedding with `max_norm`, float or quantized, and set `max_norm` to None.
 
-    Lookups then return what they returned before, and change nothing: for a table that is not trained any more.
+    Lookups then return the same values, and change nothing: for a table that is not trained any more.
     """
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         _renormalize(module, _all_rows(module))
@@ -44,7 +44,7 @@ class _QuantTable(QuantWeighted):
     bias = None
 
     def effective_weight(self) -> Tensor:
-        """Return the table that lookups see: with all rows renormalized, as those are that were looked up."""
+        """Return the table that lookups see: with all rows renormalized, as lookups renormalize theirs."""
         if self.max_norm is None:
             return super().effective_weight()
         table = self.weight.detach().clone()

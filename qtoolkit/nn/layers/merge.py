@@ -150,7 +150,7 @@ class QuantMul(QuantMerge, Mul):
 
 
 class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
-    """The matrix product of two quantized tensors. In training it keeps codes for backward (see `qtoolkit.prepare`)."""
+    """The matrix product of two quantized tensors. In training it keeps integers for backward (see `qtoolkit.prepare`)."""
 
     FLOAT, KIND = MatMul, "matmul"
 
@@ -167,7 +167,7 @@ class QuantMatMul(QuantMerge, MatMul, TrainsOnCodes):
 
 
 class QuantCat(QuantInput, Cat):
-    """The concatenation of tensors that share one quantizer, so that it only copies codes.
+    """The concatenation of tensors that share one quantizer, so that it only copies integers.
 
     Example:
         >>> layer = QuantCat(input_spec=qt.QuantSpec(bits=4))

@@ -44,7 +44,7 @@ class APoT(FromStart, Shaped):
     Levels are dense near zero. The gradient of alpha is Q(x / alpha) - x / alpha inside the range, and the sign of x outside.
     The levels are as in the authors' code; alpha starts at the observed range's bound. Weights are not normalized first,
     as in the paper: their alpha follows their own size, so batch norms still fold. Levels are whole multiples of the least
-    one, so a weight is deployed with codes of at most 8 bits.
+    one, so a weight is deployed with integers of at most 8 bits.
     """
 
     label = "apot"
@@ -55,7 +55,7 @@ class APoT(FromStart, Shaped):
         if spec.bits > self.most_bits(spec):
             raise ValueError(
                 f"QuantSpec: quantizer={spec.quantizer!r} needs bits from 2 to {self.most_bits(spec)} with "
-                f"signed={spec.signed}, whose levels fit in codes of a byte, got {spec.bits}; take 'lsq' for more bits."
+                f"signed={spec.signed}, whose levels fit in a byte, got {spec.bits}; take 'lsq' for more bits."
             )
 
     def most_bits(self, spec: QuantSpec) -> int:
@@ -67,7 +67,7 @@ class APoT(FromStart, Shaped):
         return trained_bound(quantizer) / LEVELS[magnitude_bits(quantizer.spec)][-1], None
 
     def grid_spec(self, spec: QuantSpec) -> QuantSpec:
-        """Return the spec of the codes, the multiples of the least level."""
+        """Return the spec of the integers, the multiples of the least level."""
         bits = LEVELS[magnitude_bits(spec)][-1].bit_length() + int(spec.signed)
         return replace(spec, bits=max(bits, 2), narrow=spec.signed, quantizer="fixed", quantizer_args={})
 

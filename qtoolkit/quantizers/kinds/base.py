@@ -65,7 +65,7 @@ class QuantizerKind:
         LEARNED: Whether the range is trained.
         POWERS: Whether its scales are powers of two, also where the spec's pow2_scale is False.
         NEEDS: The values of fields without which it raises ValueError.
-        KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm behind a layer with such a weight
+        KEEPS_SIZE: Whether quantized values are as large as the input. If not, a batch norm after a layer with such a weight
             is not folded into it: its scales would be lost.
 
     Example:
@@ -97,7 +97,7 @@ class QuantizerKind:
     def observer_type(self, spec: QuantSpec, of_weight: bool = False) -> type[Observer]:
         """Return the type of the observer of a spec, of a weight or an activation.
 
-        What is trained starts at the least squared error where the spec has the default, "minmax"; with groups, as in LSQ's
+        Trained parameters start at the least squared error where the spec has the default, "minmax"; with groups, as in LSQ's
         paper. Nothing lies beyond the largest value, so a bound that starts there has no gradient and hardly moves.
         """
         from qtoolkit.quantizers.table import OBSERVERS  # beside the table of the subclasses of this class
@@ -115,7 +115,7 @@ class QuantizerKind:
     # ---- the grid
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:
-        """Return what is trained, by the names in the state dict, with the values before there is a range."""
+        """Return the trained parameters, by the names in the state dict, with the values before there is a range."""
         return {}
 
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
@@ -138,7 +138,7 @@ class QuantizerKind:
     def set_weight_rate(self, quantizer: "RangedQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> None:
         """Set how fast a weight's scale is trained; called under torch.no_grad. By default there is nothing to set.
 
-        The mean magnitudes, of the scale's shape, are of what is quantized and of the parameter, which a batch norm may
+        The mean magnitudes, of the scale's shape, are of the quantized tensor and of the parameter, which a batch norm may
         multiply before. `sharing` is the number of elements that share a scale.
         """
 
@@ -149,13 +149,13 @@ class QuantizerKind:
     def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the differentiable scale and zero point, as they are trained.
 
-        Whoever quantizes takes `RangedQuantizer.grid`, whose scales are those that the target has. Ops use the scale's
-        magnitude and the rounded zero point.
+        Quantizing ops take `RangedQuantizer.grid`, whose scales are the target's. Ops use the scale's magnitude and the
+        rounded zero point.
         """
         return quantizer._scale, quantizer._zero_point
 
     def start(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        """Return of what an op makes the scale: the scale itself, or the arguments of `qtoolkit.ops.positive_scale`.
+        """Return what an op makes the scale from: the scale itself, or the arguments of `qtoolkit.ops.positive_scale`.
 
         The op rounds it where the spec says so. None where `grid` computes it by other ops, or computes a zero point.
         """
@@ -174,7 +174,7 @@ class QuantizerKind:
         return False
 
     def shape(self, quantizer: "RangedQuantizer") -> nn.Module:
-        """Return what shapes the input, with the present parameters as constants, where `shapes` holds.
+        """Return a function that shapes the input, with the present parameters as constants, where `shapes` holds.
 
         A converted model keeps it before the quantizer. Its attribute `why_no_export`, a sentence, says why a file of ONNX
         cannot have it for an activation; None if it can.
@@ -205,7 +205,7 @@ class QuantizerKind:
         raise NotImplementedError
 
     def take_observed(self, quantizer: "RangedQuantizer") -> None:
-        """Set the scale from the range observed so far, where it follows that range."""
+        """Set the scale from the observed range, where it follows that range."""
 
     def observe_and_quantize(self, quantizer: "RangedQuantizer", x: Tensor) -> Tensor:
         """Observe x, and return it quantized with the scale that then holds."""
@@ -227,7 +227,7 @@ class QuantizerKind:
 
 
 class Shape(nn.Module):
-    """Shapes a tensor before it is rounded, with constants: what a converted model keeps of such a quantizer."""
+    """Shapes a tensor before it is rounded, with constants: the part of such a quantizer that a converted model keeps."""
 
     # why a file of ONNX cannot have it for an activation, a sentence; None if it can. A weight in a file is shaped already
     why_no_export: str | None = None

@@ -19,9 +19,9 @@ LEAST_ALPHA, LARGEST_ALPHA = 1e-3, 0.5
 
 
 class Clipped(FromStart):
-    """The range is trained: x is clipped to it, then rounded to the codes in it.
+    """The range is trained: x is clipped to it, then rounded to the grid in it.
 
-    The gradient of a bound is the sum of the incoming gradients of the elements beyond it. That of x passes inside the range.
+    The gradient of a bound is the sum of the incoming gradients of the elements beyond it. Inside the range it goes to x.
     On a symmetric grid there is one bound, alpha = scale * qmax; else the two are independent, and zero is between them. The
     parameters are ratios: of the one bound, or of the two to the width of the range, at the start.
     """
@@ -45,7 +45,7 @@ class Clipped(FromStart):
     def grid(self, quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor | None]:
         """Return the grid of the trained range.
 
-        The grid's own bounds lie beside the trained ones, since zero is on it: the zero point has the gradient at those.
+        The grid's own bounds lie beside the trained ones, since zero is on it: the zero point has the gradient at these.
         """
         spec = quantizer.spec
         if quantizer._zero_point is None:
@@ -82,7 +82,7 @@ class Clipped(FromStart):
         return None
 
     def growth(self, quantizer: "RangedQuantizer") -> Tensor | None:
-        """Return the scale as a multiple of that at the start."""
+        """Return the scale as a multiple of its start."""
         return (quantizer.scale / quantizer._scale).reshape(-1)
 
 
@@ -126,7 +126,7 @@ class LearnedRange(Clipped):
 class DSQ(Clipped):
     """The gradient belongs to a soft staircase, whose steepness is trained with the range (DSQ, arXiv 1908.05033).
 
-    Between two codes, at f in [0, 1] of the step, the soft staircase is (tanh(k (f - 1/2)) / (1 - alpha) + 1) / 2 with
+    Between two integers, at f in [0, 1] of the step, the soft staircase is (tanh(k (f - 1/2)) / (1 - alpha) + 1) / 2 with
     k = log(2 / alpha - 1): the smaller alpha, the nearer to the hard one. Forward values are the hard staircase's. The
     bounds take the gradients of the elements beyond them. Alpha starts at the option `alpha`, and stays within
     [0.001, 0.5].

@@ -20,7 +20,7 @@ class DoReFa(Shaped):
 
     A weight (a signed spec) is r = tanh(w) / max|tanh(w)| on the 2^bits values from -1 to 1 with equal distances, where zero
     is none: y = 2 round(N (r + 1) / 2) / N - 1, N = 2^bits - 1. The maximum is taken of the tensor, or of the channel or block
-    that shares a scale. Deployed, these values are the odd codes of bits + 1 bits with the step 1 / N. An activation (an
+    that shares a scale. Deployed, these values are the odd integers of bits + 1 bits with the step 1 / N. An activation (an
     unsigned spec) is clamped to [0, 1] and rounded to steps of 1 / N.
     """
 
@@ -33,7 +33,7 @@ class DoReFa(Shaped):
         if spec.bits > self.most_bits(spec):
             raise ValueError(
                 f"QuantSpec: quantizer={spec.quantizer!r} needs bits from 2 to {self.most_bits(spec)} for a weight, whose "
-                f"values without zero are codes of bits + 1 bits, got {spec.bits}; take 'lsq' for 8 bits."
+                f"values without zero are integers of bits + 1 bits, got {spec.bits}; take 'lsq' for 8 bits."
             )
 
     def most_bits(self, spec: QuantSpec) -> int:
@@ -59,7 +59,7 @@ class DoReFa(Shaped):
         return quantizer._scale, None
 
     def grid_spec(self, spec: QuantSpec) -> QuantSpec:
-        """Return the spec of the odd codes, for a weight."""
+        """Return the spec of the odd integers, for a weight."""
         return (
             replace(spec, bits=spec.bits + 1, narrow=True, quantizer="fixed", quantizer_args={})
             if spec.signed
@@ -93,7 +93,7 @@ class OddCodes(Shape):
         self.spec, self.group = spec, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the values, up to the last bit, which rounding to their grid mends."""
+        """Return the values, up to the last bit, which rounding to their grid corrects."""
         t = torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)))
         half = t / (2 * self._largest(t)) + 0.5
         most = (1 << self.spec.bits) - 1

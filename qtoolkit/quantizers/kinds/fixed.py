@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class FixedScale(QuantizerKind):
-    """The scale comes from a range: as calibrated, of a weight as it is, or with `observing` as observed so far."""
+    """The scale comes from a range: as calibrated, of a weight as it is, or with `observing` as observed."""
 
     LEARNED = False
 

@@ -24,14 +24,14 @@ class FromStart(QuantizerKind):
     """The parameters are ratios to a start. SGD trains them as if a scale in fixed units were the parameter, the *base*.
 
     A step of SGD depends on the units of its parameter: divided by c, a parameter takes relative steps c^2 times as large. The
-    papers train the scale of a weight, and of activations that have passed a batch norm. Here a weight behind a batch norm is
+    papers train the scale of a weight, and of activations that have passed a batch norm. Here a weight before a batch norm is
     quantized times the batch norm's factor, and activations have the units of any network. So the gradient of a ratio is
     divided by the square of a base that does not depend on these units (see `qtoolkit.ops.positive_scale`, whose `rate` is
     (start / base)^2):
 
     - for a weight, the start in units of the weight that is trained, without the batch norm's factor;
     - for an activation, the start in units in which the activation's scale is `lsq_start(ACTIVATION_MEAN, qmax)`, as for
-      a standard normal behind a ReLU.
+      a standard normal after a ReLU.
     """
 
     RATIOS: ClassVar[tuple[str, ...]] = ()  # the names of the ratios
@@ -44,11 +44,11 @@ class FromStart(QuantizerKind):
         return dict.fromkeys(self.ratios(spec), 1.0)
 
     def tensors(self, spec: QuantSpec, shape: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the start, its rate and the zero point as buffers, and what is trained."""
+        """Return the start, its rate and the zero point as buffers, and the trained parameters."""
         return {**super().tensors(spec, shape), "_rate": torch.ones(shape, dtype=scale_dtype())}
 
     def set_grid(self, quantizer: "RangedQuantizer", scale: Tensor, zero_point: Tensor | None) -> None:
-        """Store the grid as the start of what is trained. An activation's rate follows from it, a weight's is kept."""
+        """Store the grid as the start of training. An activation's rate follows from it, a weight's is kept."""
         before = quantizer._scale.clone()
         super().set_grid(quantizer, scale, zero_point)
         if quantizer.of_weight:
@@ -85,7 +85,7 @@ class FromStart(QuantizerKind):
 
 
 def start_of(quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
-    """Return the start of what is trained, and its rate.
+    """Return the start of the trained parameters, and their rate.
 
     In a training that torch.export records these are copies: the next call of the layer writes the change of its batch norm's
     factor into the tensors, and autograd would refuse the backward of this call.
@@ -97,6 +97,6 @@ def start_of(quantizer: "RangedQuantizer") -> tuple[Tensor, Tensor]:
 
 
 def trained_bound(quantizer: "RangedQuantizer") -> Tensor:
-    """Return the bound of a symmetric range, which is trained by `_relative_bound`, its ratio to that at the start."""
+    """Return the bound of a symmetric range, which is trained by `_relative_bound`, its ratio to its start."""
     start, rate = start_of(quantizer)
     return ops.positive_scale(start * quantizer.spec.qmax, quantizer._relative_bound, rate)

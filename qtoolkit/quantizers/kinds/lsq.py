@@ -37,7 +37,7 @@ class LSQ(FromStart):
     def weight_rate(self, quantizer: "RangedQuantizer", quantized: Tensor, trained: Tensor, sharing: int) -> Tensor:
         """Return the rate whose base is the paper's scale of the weight, wherever the scale starts.
 
-        Where few elements share a scale of many codes, the base is larger: an element at a bound of the range, with the
+        Where few elements share a scale of many bits, the base is larger: an element at a bound of the range, with the
         gradient g, then changes the scale by no larger share than g changes that element. The paper has one scale for a layer.
         """
         spec = quantizer.spec
@@ -81,7 +81,7 @@ def _refuse_symmetric(spec: QuantSpec) -> NoReturn:
 class LSQPlus(LSQ):
     """Scale s and offset beta are trained (LSQ+, arXiv 2004.09576): y = s clamp(round((x - beta) / s), qmin, qmax) + beta.
 
-    The zero point, -beta / s, is rounded, since deployed grids have integers there, and stays within the codes. Both start
+    The zero point, -beta / s, is rounded, since deployed grids have integers there, and stays within [qmin, qmax]. Both start
     at the least squared error, as in the paper, or from the range of another observer than "minmax".
     The parameter of the offset is its ratio to the scale at the start, and is trained like the scale's ratio.
     """

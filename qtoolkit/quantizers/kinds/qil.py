@@ -23,7 +23,7 @@ class QIL(FromStart, Shaped):
 
     Magnitudes below c - d become 0 and those above c + d become 1; between, T(x) = sign(x) (0.5 (|x| - c) / d + 0.5)^gamma,
     which is rounded to steps of 1 / qmax. So results lie in [-1, 1]: the method is meant for layers with batch norms, which
-    stay behind their layers. The options are `gamma`, 1.0, and `learn_gamma`, False; the paper trains gamma for weights only.
+    stay after their layers. The options are `gamma`, 1.0, and `learn_gamma`, False; the paper trains gamma for weights only.
     The interval starts as the whole observed range, c = d.
     """
 
@@ -46,8 +46,8 @@ class QIL(FromStart, Shaped):
             )
         if not spec.signed and (gamma != 1 or learn):
             raise ValueError(
-                f"QuantSpec: quantizer={spec.quantizer!r} has gamma=1 on unsigned codes, those of activations, as in the "
-                f"paper, got gamma={gamma!r} and learn_gamma={learn!r}."
+                f"QuantSpec: quantizer={spec.quantizer!r} needs gamma=1 with signed=False, as for activations "
+                f"in the paper, got gamma={gamma!r} and learn_gamma={learn!r}."
             )
 
     def parameters(self, spec: QuantSpec) -> Mapping[str, float]:

@@ -22,7 +22,7 @@ SAME = 1e-5  # logarithms this near to a whole number belong to a power of two, 
 class TQT(QuantizerKind):
     """The logarithm of the threshold t is trained, and the scale is a power of two (TQT, arXiv 1903.08066).
 
-    s = 2^ceil(log2 t) / 2^(bits-1), or / 2^bits for unsigned codes. The gradient passes straight through the ceiling:
+    s = 2^ceil(log2 t) / 2^(bits-1), or / 2^bits for unsigned integers. The gradient passes straight through the ceiling:
     ds / dlog2 t = s ln 2. The threshold starts at the largest magnitude of the observed range, by default the
     range of the least squared error. The paper trains it with Adam.
     """
@@ -55,5 +55,5 @@ class TQT(QuantizerKind):
         return straight_through(scale, scale * LN2 * threshold), None
 
     def growth(self, quantizer: "RangedQuantizer") -> Tensor | None:
-        """Return the scale as a multiple of that at the start."""
+        """Return the scale as a multiple of its start."""
         return (quantizer.scale / quantizer._scale).reshape(-1)

@@ -78,7 +78,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Discard what was observed."""
+        """Discard all observations."""
         raise NotImplementedError
 
     def resize(self, shape: tuple[int, ...]) -> None:
@@ -94,9 +94,9 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
         missing_keys: list[str],
         *args: Any,
     ) -> None:
-        """Load what a state dict has of the observer.
+        """Load the observer's entries from a state dict.
 
-        What was observed is not needed to quantize: entries of another observer are dropped, and this one's may lack in
+        Observations are not needed to quantize: entries of another observer are dropped, and this one's may lack in
         the state dict of its quantizer.
         """
         own = {f"{prefix}{name}" for name, _ in self.named_buffers(recurse=False)}
@@ -109,7 +109,7 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what was observed, on the CPU, for `merge` in another process."""
+        """Return the observations, on the CPU, for `merge` in another process."""
         own = {**dict(self.named_buffers(recurse=False)), **self.added_up()}
         return {name: tensor.cpu() for name, tensor in own.items()}
 
@@ -136,5 +136,5 @@ class Observer(KeepsFloat32, LoadsFloatCheckpoints):
                 setattr(self, name, torch.zeros_like(tensor, device=device))
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
-        """Replace what was observed by what several observers did; their states include this observer's own."""
+        """Replace the observations by several observers' observations; their states include this observer's own."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ class ClipStdObserver(EndsObserver):
     """The range from mean - deviations * std to mean + deviations * std of all inputs, at most the observed range.
 
     Values further out are clipped. `std` is the population's standard deviation. Batches and processes add up as by Chan,
-    Golub and LeVeque (1979), in float64. What the mean needs is not part of the state dict; after loading one, the range is
+    Golub and LeVeque (1979), in float64. The sums for the mean are not part of the state dict; after loading one, the range is
     of all inputs.
 
     Example:

@@ -12,7 +12,7 @@ from qtoolkit.quantizers.observers.minmax import EndsObserver
 
 
 class ConstantRangeObserver(EndsObserver):
-    """A range that is given: what the inputs are does not change it. The report still has the lowest and highest input.
+    """A range that is given: inputs do not change it. The report still has the lowest and highest input.
 
     Targets fix the grid of some ops' outputs, such as 1/256 with the zero point -128 of LiteRT's softmax.
 

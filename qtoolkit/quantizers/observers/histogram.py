@@ -63,7 +63,7 @@ def histogram_of(
 
 
 def searched_codes(spec: QuantSpec) -> tuple[int, int]:
-    """Return the range of as many codes as a spec has, with 0 among them: all that counts for the search of an affine range."""
+    """Return a range of as many integers as a spec has, with 0 among them: the search of an affine range needs no more."""
     above = max(spec.qmin, 0)
     return spec.qmin - above, spec.qmax - above
 
@@ -74,8 +74,8 @@ class HistogramObserver(Observer):
     The counts do not depend on how the data is split into batches (see `qtoolkit.ops.observe_histogram_`).
 
     Attributes:
-        qmin: Lowest code of the grid that the range is for, which has 0.
-        qmax: Highest code.
+        qmin: Lowest integer of the grid that the range is for, at most 0.
+        qmax: Highest integer.
         method: "percentile", "mse", "l2" or "entropy" (see `qtoolkit.ops.search_range`).
         percentile: Percentage of the values inside the range; for method "percentile".
 
@@ -110,7 +110,7 @@ class HistogramObserver(Observer):
     def forward(self, x: Tensor) -> None:
         """Count the values of x. In training, an input with NaN or infinities is counted in `skipped` alone.
 
-        Compiled code, which must not wait for the device, takes it in; then the range is NaN.
+        A compiled forward, which must not wait for the device, takes it in; then the range is NaN.
         """
         self.put_sums_on(x.device)
         if self.training and not running().compiled and not _is_finite(x.detach()):

@@ -13,8 +13,8 @@ class LSQStartObserver(EndsObserver):
     """The range of the start of LSQ (arXiv 1902.08153, section 2.1): scale = 2 * mean|x| / sqrt(qmax).
 
     It is the range of all inputs, multiplied by a factor so that the scale is the paper's; the zero point belongs to the
-    whole range. It never exceeds the observed range: with many bits, the paper's scale would leave codes unused. What the
-    mean needs is not part of the state dict; after loading one, the range is of all inputs.
+    whole range. It never exceeds the observed range: with many bits, the paper's scale would leave integers unused. Sums
+    for the mean are not part of the state dict; after loading one, the range is of all inputs.
 
     Example:
         >>> observer = LSQStartObserver(qt.QuantSpec(bits=2, observer="lsq"))

@@ -81,7 +81,7 @@ class EndsObserver(Observer):
             sums.copy_(self.sum_of([state[name] for state in states]))
 
     def sum_of(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return what several observers have added up, together."""
+        """Return the total of several observers' sums."""
         return torch.stack(list(sums)).sum(0)
 
     def extra_repr(self) -> str:

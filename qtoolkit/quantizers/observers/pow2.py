@@ -20,7 +20,7 @@ SMALLEST = -126  # the exponent of the smallest scale
 
 
 class _PowersOfTwo(Observer):
-    """What both observers take of a spec."""
+    """The fields of a spec that both observers take."""
 
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bins": BINS}
     NEEDS: ClassVar[Mapping[str, Any]] = {"format": "int", "symmetric": True, "pow2_scale": True}

@@ -144,7 +144,7 @@ def test_ops_that_take_a_graph_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.cond(x.sum() > 0, self.a, self.b, (x,))
 
-    with pytest.raises(qt.UntraceableError, match=r"torch\.export writes 'cond' for Chooses, an op that takes a graph"):
+    with pytest.raises(qt.UntraceableError, match=r"torch\.export writes 'cond' for Chooses, an op that has a graph"):
         qt.prepare(Chooses(), (torch.randn(2, 4),), capture="export", backend="tensorrt")
 
 

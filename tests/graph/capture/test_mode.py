@@ -499,7 +499,7 @@ def test_what_training_mode_drops_is_quantized_once_before() -> None:
     assert (str(quantizer.target), kind_of(add).name) == ("activation_quantizers._1_bn", "add")
     assert {user.name for user in quantizer.users} >= {"truediv", choice.name}
     line = next(line for line in qt.quantization_report(prepared).layers if line.name == "truediv")
-    assert line.reason == "float: training mode alone takes it, and no target computes it"
+    assert line.reason == "float: only training mode takes it, and no target computes it"
 
 
 class Noise(nn.Module):

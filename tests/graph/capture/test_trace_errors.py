@@ -174,7 +174,7 @@ def with_own_forward() -> nn.Module:
         (
             lambda: hooked("register_forward_hook"),
             "submodule '0' .*forward hooks, which a graph does not record; remove them"
-            ".*by prune.remove, or quantize the model without tracing it, by qtoolkit.quant_modules.replace",
+            ".*by prune.remove\\), or quantize the model without tracing it, by qtoolkit.quant_modules.replace",
         ),
         (lambda: hooked("register_forward_pre_hook"), "submodule '0' .*forward hooks"),
         (lambda: hooked("register_forward_hook")[0], "Sequential.forward: this module has forward hooks"),

@@ -155,7 +155,7 @@ def test_the_users_choices_hold() -> None:
     handle.remove()
     report = qt.quantization_report(qt.prepare(model.train(), x, backend="onnxruntime"))
     (line,) = (line for line in report.left_float if line.name == "norm")
-    assert "in training mode layers take over only a batch norm behind them" in line.reason
+    assert "in training mode layers take over only a batch norm after them" in line.reason
 
 
 # ---- depthwise convolutions

@@ -1,1 +1,1 @@
-"""What is done to a graph after its trace, one rewrite a file: the tracer records, and these change what it recorded."""
+"""Rewrites of a graph after its trace, one per file: the tracer records, and these change the recorded graph."""

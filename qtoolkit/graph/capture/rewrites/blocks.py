@@ -44,7 +44,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _traced(block: nn.Module, name: str) -> TracedBlock:
-    """Return a block's container: with its tensors and submodules, its plain values, and what an integration asks for."""
+    """Return a block's container, with its tensors, submodules, plain values, and the attributes for integrations."""
     kind = traced_type(type(block))  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
     result = kind.__new__(kind)
     nn.Module.__init__(result)

@@ -1,7 +1,7 @@
 """Python that branches on self.training: the graphs of both modes become one, which reads the mode where they differ.
 
-The graphs are aligned as two versions of a text are. What both have is computed once: so a layer that both call has one place,
-one quantizer of its input and one scale. Where it takes another value in each mode, `by_mode` chooses.
+The graphs are aligned like two versions of a text. Ops that both have are computed once: a layer that both call has one
+node, one quantizer of its input and one scale. If it takes another value in each mode, `by_mode` selects it.
 
 `dropout = self.dropout if self.training else 0.0` gives a graph with the same ops in both modes, and other numbers. In training
 mode there may be more ops: dropouts, stochastic depth, an auxiliary head, whose values the model returns. Eval mode computes
@@ -77,10 +77,10 @@ class Choice:
 def merge(
     own: Traced, other: Traced, branching: Collection[nn.Module], mode_of: Callable[[nn.Module], fx.Node]
 ) -> bool:
-    """Let a graph compute what the graph of the other mode does, where the model is in that mode; return whether it does.
+    """Let a graph compute the graph of the other mode too, when the model is in that mode; return whether it does.
 
     `branching` are the submodules that have another mode in the other graph; `mode_of` returns the node that reads the mode of
-    a submodule, before all ops. Where it does not, the graph is unchanged: ops that only training mode has change a tensor in
+    a submodule, before all ops. If it returns False, the graph is unchanged: ops that only training mode has change a tensor in
     place that the other ops read, or it is not known whose mode decides.
     """
     merging = _Merge(own, other, branching, mode_of)
@@ -119,7 +119,7 @@ class _Merge:
     # ---- nodes
 
     def align(self) -> None:
-        """Find the node of this graph that is like each node of the other graph, and copy the nodes that none is like."""
+        """Find the node of this graph that is like each node of the other graph, and copy the nodes without one."""
         self._align_calls()
         self._align_inputs()
         mine, theirs = _ops(self.own), _ops(self.other)
@@ -175,7 +175,7 @@ class _Merge:
         return any(isinstance(choice.own, fx.Node) for choice in _choices_in(*self._arguments(mine, theirs)))
 
     def _pair(self, mine: fx.Node, theirs: fx.Node) -> None:
-        """Let a node compute what the node like it does; both stay where it cannot take the arguments of the other mode."""
+        """Let a node compute the node like it too; both stay if it cannot take the arguments of the other mode."""
         if all(choice.is_possible for choice in _choices_in(*self._arguments(mine, theirs))):
             self.others[theirs] = mine
         else:
@@ -198,7 +198,7 @@ class _Merge:
         return self.mode_of(self.modules[node]) if node in self.modules else self.others[node]
 
     def undo(self) -> None:
-        """Remove what was put into this graph."""
+        """Remove the nodes that were added to this graph."""
         unused = (node for node in self.own.modes.values() if not node.users)
         for node in (*reversed(self.copies), *unused):
             self.own.graph.erase_node(node)
@@ -246,7 +246,7 @@ class _Merge:
             yield check, {choice: self._owner(check)}, (choice, *check.args[1:]), {}
 
     def _owner_of(self, node: fx.Node, choice: Choice) -> nn.Module:
-        """Return the submodule whose mode decides a choice: that around the ops of one mode alone, if it takes any."""
+        """Return the submodule whose mode decides a choice: the submodule around the ops of one mode alone, if it takes any."""
         sides = [leaf for _, leaf in leaves((choice.own, choice.other))]
         alone = [side for side in sides if isinstance(side, fx.Node) and self._is_alone(side)]
         owners = {self._owner(each) for each in (alone or [node])}
@@ -294,7 +294,7 @@ class _Merge:
         return written if isinstance(written, fx.Node) else changed_by(node, self.model)
 
     def _check_sources(self, node: fx.Node) -> None:
-        """Raise UnlikeError for a node of one mode alone that takes one of a submodule that may be in the other mode."""
+        """Raise UnlikeError for a node of one mode alone that takes a node of a submodule that may be in the other mode."""
         sources = [source for source in node.all_input_nodes if self._is_alone(source)]
         owners = {self._owner(each) for each in (node, *sources)} if sources and len(self.branching) > 1 else set()
         if not all(a in set(b.modules()) or b in set(a.modules()) for a, b in combinations(owners, 2)):
@@ -324,7 +324,7 @@ def _ops(traced: Traced) -> list[fx.Node]:
 
 
 def _key(traced: Traced, node: fx.Node) -> tuple[object, ...]:
-    """Return what nodes that may become one have in common: what they call, where, and the kinds of what goes in and out."""
+    """Return the properties that nodes must share to become one: what they call, where, and the kinds of inputs and outputs."""
     facts, takes = facts_of(node), map_leaves((node.args, node.kwargs), lambda leaf: isinstance(leaf, fx.Node))
     return node.op, node.target, traced.calls[facts.call or ROOT].block, replace(facts, call=None), str(takes)
 
@@ -426,7 +426,7 @@ def _is_number(value: object) -> bool:
 
 
 def keep_eval(graph: fx.Graph) -> None:
-    """Let a graph take the values of eval mode, and remove what only the others need."""
+    """Let a graph take the values of eval mode, and remove nodes that only the others need."""
     for node in graph.find_nodes(op="call_function", target=by_mode):
         for user in list(node.users):
             user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), partial(_in_eval, node))

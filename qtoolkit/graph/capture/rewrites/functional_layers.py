@@ -20,7 +20,7 @@ from qtoolkit.shared_modules import replace_everywhere
 def run(traced: Traced) -> None:
     """Replace the calls of functions by calls of the layers whose weights they take, and these layers by torch's type.
 
-    A layer with other parameters, buffers or submodules stays, and one whose weight has other users.
+    A layer stays if it has other parameters, buffers or submodules, or if its weight has other users.
     """
     model, read = traced.model, defaultdict[str, list[fx.Node]](list)
     for node in traced.graph.find_nodes(op="get_attr"):
@@ -37,7 +37,7 @@ def run(traced: Traced) -> None:
 
 
 def _torch_layer(name: str, module: nn.Module, calls: Sequence[fx.Node]) -> nn.Module | None:
-    """Return torch's layer that computes what calls of a function with a module's weight do; None where there is none."""
+    """Return torch's layer that computes the same as calls of a function with a module's weight; None if there is none."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     has_more = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules
     own = all(_takes_parameters(call, name, bias is not None) for call in calls)

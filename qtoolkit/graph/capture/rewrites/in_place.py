@@ -97,7 +97,7 @@ def _inplace_argument(node: fx.Node) -> bool:
 
 
 def _check_views(node: fx.Node, changed: fx.Node, order: dict[fx.Node, int], model: nn.Module) -> None:
-    """Raise ValueError if a tensor that shares the memory of the changed one is read behind the change."""
+    """Raise ValueError if a tensor that shares the memory of the changed one is read after the change."""
     before = [view for view in _views(changed, model) if order[view] < order[node]]
     for other in (*before, *_bases(changed, model)):
         readers = (reader for reader in other.users if order[reader] > order[node] and not is_number(reader))
@@ -116,7 +116,7 @@ def _writes_back(reader: fx.Node, view: fx.Node, base: fx.Node, result: fx.Node)
 
 
 def _views(node: fx.Node, model: nn.Module) -> Iterator[fx.Node]:
-    """Return the views of a tensor, and theirs."""
+    """Return the views of a tensor, and the views of these."""
     for user in node.users:
         if _is_view(user, model) and user.all_input_nodes[0] is node:
             yield user

@@ -42,7 +42,7 @@ class TorchModes:
             raise RuntimeError(f"torch.autocast is entered here, {LOST}.")
 
         def note_grad_mode(enabled: bool) -> None:
-            """Set torch's grad mode, and note whether a torch.no_grad block is entered; refuse what no graph records."""
+            """Set torch's grad mode, and note whether a torch.no_grad block is entered; refuse modes that no graph records."""
             if not torch.is_grad_enabled() and not self.no_grad and enabled:
                 raise RuntimeError(FUNCTION)
             entered = not enabled and (torch.is_grad_enabled() or self.no_grad)
@@ -95,10 +95,10 @@ def warn_of_autocast(places: Collection[str]) -> None:
 
 
 def run(graph: fx.Graph, model: nn.Module, values: Mapping[fx.Node, object], without_grad: Collection[fx.Node]) -> None:
-    """Detach the tensors that the nodes `without_grad`, made under torch.no_grad, compute, where other code takes them.
+    """Detach the tensors that the nodes `without_grad`, made under torch.no_grad, compute, where other ops take them.
 
-    `values` has the value of each node for the example inputs. Raises ValueError: the code changes a tensor in place that other
-    code computes, or returns a value that is not known to be a tensor or a number.
+    `values` has the value of each node for the example inputs. Raises ValueError: an op changes a tensor in place that other
+    ops compute, or the forward returns a value that is not known to be a tensor or a number.
     """
     inside = set(without_grad)
     for node in graph.nodes:

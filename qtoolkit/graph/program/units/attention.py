@@ -16,17 +16,17 @@ from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.running import Run
 
 OF_ROWS = ("start", "ratio", "rate", "zero_point", "lo", "hi")
-"""What has an element for each scale of a weight, or for each of its rows."""
+"""A tensor with an element for each scale of a weight, or for each of its rows."""
 
 
 class AttentionUnit:
-    """A QuantMultiheadAttention; the code of a prepared model calls `run`."""
+    """A QuantMultiheadAttention; the forward of a prepared model calls `run`."""
 
     def __init__(self) -> None:
         self.parts: PartUnits | None = None
 
     def run(self, run: Run, module: Any, input_codes: InputCodes, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; `input_codes` are its query's, key's and value's."""
+        """Call the module; `input_codes` are the integers of query, key and value."""
         if run.compiled or not _keeps_codes(module):
             return called_with(module, input_codes, *args, **kwargs)
         if self.parts is None or self.parts.attention is not module:
@@ -43,7 +43,7 @@ class PartUnits(Parts):
         self.projections: dict[str, ProjectionUnit] = {}
 
     def quantized(self, run: Run, name: str, x: Tensor) -> tuple[Tensor, TensorCodes | None]:
-        """Return x quantized by the quantizer of this name, or x itself without one, and its codes, if it has some."""
+        """Return x quantized by the quantizer of this name, or x itself without one, and its integers, if it has some."""
         if self.attention._modules.get(name) is None:
             return x, None
         if name not in self.functions:
@@ -51,7 +51,7 @@ class PartUnits(Parts):
         return self.functions[name].run(run, x)
 
     def projected(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return a projection of x, which has these codes."""
+        """Return a projection of x, which has these integers."""
         if projection.name not in self.projections:
             self.projections[projection.name] = ProjectionUnit(self.attention)
         return self.projections[projection.name].project(run, projection, x, input_codes)
@@ -68,14 +68,14 @@ class ProjectionUnit(LayerUnit):
         super().__init__(attention, "", None, False)
 
     def project(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
-        """Return the projection of x, which has these codes."""
+        """Return the projection of x, which has these integers."""
         if run.compiled:
             return self.one_by_one(run, x, input_codes, projection, None)[0]
         self.refresh_if_modules_changed(run)
         return self.run_modules(run, (projection, None), x, input_codes)[0]
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules."""
+        """Return the values on which a plan depends besides the modules."""
         return kind_of_inputs(modules[0].weight, x)
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> LayerPlan | None:

@@ -1,8 +1,8 @@
-"""What all units share: the decision how a unit computes, made once and kept while its modules are as they were.
+"""The base of all units: the decision how a unit computes, made once and kept while its modules are as they were.
 
-What a unit computes depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided once, and holds
-as long as the attributes of these modules are the same objects, which `Snapshot` compares in some microseconds. While no
-decision holds, and where one op may not compute the unit, its ops are called one by one.
+The computation of a unit depends on its modules: their modes, hooks, types, parameters and quantizers. It is decided
+once, and holds as long as the attributes of these modules are the same objects, which `Snapshot` compares in some
+microseconds. While no decision holds, and where one op may not compute the unit, its ops are called one by one.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +27,7 @@ WATCHING = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backwar
 CHANGING = ("warned", "last_read_input")
 # All other hooks are ignored too, as of state dicts, by the names that this version of torch gives a module.
 IGNORED = frozenset({*CHANGING, *(name for name in vars(nn.Module()) if "hooks" in name and name not in WATCHING)})
-"""Attributes on which it does not depend what a unit is."""
+"""Attributes that do not change a unit."""
 
 OF_STEPS = frozenset({"watched", "count_of_steps"})
 """Attributes of quantizers that the step of an optimizer changes (see `TensorQuantizer.end_step`)."""
@@ -44,15 +44,15 @@ Fields = dict[str, Any]
 """Arguments of an op, by the names of the fields of its unit in the library."""
 
 Varying = tuple[dict[str, Tensor | None], Fields]
-"""What may differ from call to call: tensors, in one order, and numbers."""
+"""The values that may differ from call to call: tensors, in one order, and numbers."""
 
 Result = tuple[Tensor, TensorCodes | None]
-"""The output of a unit, with its codes."""
+"""The output of a unit, with its integers."""
 
 
 @dataclass(slots=True)
 class LastCall:
-    """The last call of an op, for those after it."""
+    """The last call of an op, for later ones."""
 
     numbers: Fields  # what may differ from call to call besides tensors
     # computes the op from the tensors that may differ. It returns nothing where its other arguments might too
@@ -65,7 +65,7 @@ class UnitPlan:
 
     quantizer: TensorQuantizer | None  # the output's quantizer in the op, if there is one
     output: GridNow  # the output's scale and grid
-    fields: Fields  # what the op is told in each call, but for an output's grid that is made at each call
+    fields: Fields  # the arguments of the op in each call, except an output's grid that is made at each call
     call: LastCall | None = field(default=None, init=False)  # the last call
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class UnitPlan:
             self.fields.update(_of_output(self.output))
 
     def with_output(self, tensors: dict[str, Tensor | None], numbers: Fields) -> Varying:
-        """Return what varies, with the grid of an output that is made at each call."""
+        """Return the values that vary, with the grid of an output that is made at each call."""
         if isinstance(self.output, OutputGrid):
             return tensors, numbers
         grid = _of_output(self.output())
@@ -91,12 +91,12 @@ P = TypeVar("P", bound=UnitPlan)
 class CachedFusedOp(Generic[P]):
     """A unit of a prepared model, and how one op computes it for each kind of input.
 
-    `root` is the model, or the block of it in which the unit runs; `names` has the names of its modules there, that of its
-    quantizer last. None stands for those that there are not.
+    `root` is the model, or the block of it in which the unit runs; `names` has the names of its modules there, its
+    quantizer's last, None for a missing one.
     """
 
     KIND: ClassVar[Any]
-    """The class of the library that has what the op is told (csrc/unit/unit.h)."""
+    """The class of the library that holds the op's arguments (csrc/unit/unit.h)."""
 
     def __init__(self, root: nn.Module, names: Sequence[str | None]) -> None:
         self.root, self.names = ref(root), tuple(names)
@@ -122,16 +122,16 @@ class CachedFusedOp(Generic[P]):
         """Return the model."""
         model = self.root()
         if model is None:
-            raise RuntimeError("the model of this code does not exist any more.")
+            raise RuntimeError("the model of this unit does not exist any more.")
         return model
 
     def modules_now(self) -> tuple[Any, ...]:
-        """Return the modules, as compiled code asks for them."""
+        """Return the modules, as a compiled forward asks for them."""
         model = self.model()
         return tuple(None if name is None else model.get_submodule(name) for name in self.names)
 
     def by_op(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
-        """Return the output of modules with its codes, computed by one op of their inputs; None where it may not be."""
+        """Return the output of modules with its integers, computed by one op of their inputs; None where it may not be."""
         plan = self.plan_of(run, modules, x, *others)
         return None if plan is None else self.compute(run, plan, modules, x, *others)
 
@@ -147,7 +147,7 @@ class CachedFusedOp(Generic[P]):
         return self.plans[kind]
 
     def compute(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
-        """Compute the unit by the op, and keep the call; None if x has no codes."""
+        """Compute the unit by the op, and keep the call; None if x has no integers."""
         # Asked once: a grid that is made at each call saves tensors, and gradient checkpointing counts them.
         varying = self._varying(run, plan, modules, x, *others)
         if varying is None:
@@ -163,7 +163,7 @@ class CachedFusedOp(Generic[P]):
         return self.output(run, plan, modules[-1], *results)
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules; None where there is none."""
+        """Return the values on which a plan depends besides the modules; None without a plan."""
         raise NotImplementedError
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> P | None:
@@ -171,13 +171,13 @@ class CachedFusedOp(Generic[P]):
         raise NotImplementedError
 
     def _varying(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying | None:
-        """Return what the op is told besides what the plan says; None if x has no codes."""
+        """Return the op's arguments that the plan does not hold; None if x has no integers."""
         raise NotImplementedError
 
     def output(self, run: Run, plan: P, quantizer: Any, y: Tensor, *grid: Tensor) -> Result:
-        """Return the output of the unit, y, with its codes; `quantizer` is that of its modules.
+        """Return the output of the unit, y, with its integers; `quantizer` is its quantizer.
 
-        `grid` are the codes, empty where it has none, their scale, and their zero point if they have one.
+        `grid` are the integers, empty where it has none, their scale, and their zero point if they have one.
         """
         if quantizer is not plan.quantizer:  # the op does not compute it
             return quantized_by(run, quantizer, y)
@@ -220,7 +220,7 @@ def names_around(name: str) -> list[str]:
 
 @dataclass(slots=True, frozen=True)
 class LayerArguments:
-    """What an op is told about a layer, for inputs of a kind."""
+    """The arguments of an op for a layer, for inputs of a kind."""
 
     # the weight's scale and grid, and the range that the op sets; None where they are made at each call
     grid: Fields | None
@@ -231,7 +231,7 @@ class LayerArguments:
 
     @property
     def fields(self) -> Fields:
-        """What the op is told in each call."""
+        """The arguments of the op in each call."""
         return {**self.others, **(MADE_AT_EACH_CALL if self.grid is None else self.grid)}
 
     def varying(
@@ -244,9 +244,9 @@ class LayerArguments:
         factor: Callable[[], Tensor | None],
         name: str | None,
     ) -> Varying | None:
-        """Return what the op is told besides; None if x has no codes.
+        """Return the op's other arguments; None if x has no integers.
 
-        `call` is the number of the layer's call. `factor` returns what multiplies the output channels of the weight before it
+        `call` is the number of the layer's call. `factor` returns the factors of the output channels of the weight before it
         is quantized, or None.
         """
         codes = codes_of(run, x, layer.source_at(call), self.others["integer"], input_codes)
@@ -273,7 +273,7 @@ class LayerArguments:
 
 
 def layer_arguments(run: Run, layer: Any, x: Tensor) -> LayerArguments | None:
-    """Return what an op is told about a layer of an input like x; None where it may not compute it."""
+    """Return the arguments of an op for a layer of an input like x; None if the op may not compute it."""
     g = layer.geometry(x)
     if g is None:
         return None
@@ -295,7 +295,7 @@ def layer_arguments(run: Run, layer: Any, x: Tensor) -> LayerArguments | None:
 
 
 def kind_of_inputs(weight: Tensor | None, x: Tensor) -> tuple[Hashable, ...] | None:
-    """Return on what it depends, besides the modules, how an op computes a layer of a parameter; None without that."""
+    """Return the values, besides the modules, on which an op's way to compute a layer of a parameter depends, or None."""
     if weight is None:
         return None
     return x.shape, x.stride(), x.dtype, x.device, weight.dtype, on_codes.computed_type(weight, x)

@@ -38,17 +38,17 @@ OF_RESIDUAL = ("residual", "residual_codes", "residual_scale", "residual_zero_po
 
 @dataclass(slots=True)
 class NormPlan(LayerPlan):
-    """The same, with what follows the layer."""
+    """The same, with the ops after the layer."""
 
     last: bool  # whether the layer's output is in channels_last
     of_step: bool  # whether one factor holds for a step of the training
 
 
 class BatchNormUnit(CachedFusedOp[NormPlan]):
-    """A layer with its batch norm, a residual add, an activation and a quantizer; the code of a prepared model calls `run`.
+    """A layer with its batch norm, a residual add, an activation and a quantizer; the forward of a prepared model calls `run`.
 
-    `names` are those of its modules, in this order without the add. `one_by_one` computes the batch norm and what follows it,
-    and `bounds` is what the function of the activation computes, as in `qtoolkit.graph.program.epilogue.epilogue_of`. `call` is
+    `names` are the names of its modules, in this order without the add. `one_by_one` computes the batch norm and the rest,
+    and `bounds` are the bounds of the activation's function, as in `qtoolkit.graph.program.epilogue.epilogue_of`. `call` is
     the number of the call of the layer.
     """
 
@@ -73,7 +73,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         residual: Tensor | None = None,
         residual_codes: TensorCodes | None = None,
     ) -> Result:
-        """Return the unit's output, with its codes; `input_codes` and `residual_codes` are x's and the residual's."""
+        """Return the unit's output, with its integers; `input_codes` and `residual_codes` are x's and the residual's."""
         if run.compiled:
             return self._one_by_one(run, self.modules_now(), x, input_codes, residual, residual_codes)
         self.refresh_if_modules_changed(run)
@@ -89,7 +89,7 @@ class BatchNormUnit(CachedFusedOp[NormPlan]):
         return found
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules; None where there is none."""
+        """Return the values on which a plan depends besides the modules; None without a plan."""
         _, residual, _ = others
         layer, bn, *_ = modules
         kind = kind_of_inputs(layer._parameters.get("weight"), x)
@@ -155,7 +155,7 @@ def _factor(bn: Any, variance: Tensor) -> Tensor:
 
 
 def _of_forward(run: Run, bn: Any) -> Fields:
-    """Return with which ranks a forward shares statistics, and whether they move; not those that it takes for constants."""
+    """Return the ranks that share statistics with a forward, and whether statistics move; not for constant statistics."""
     if is_folded(bn):
         return {"process_group": None, "tracks": False}
     return {"process_group": process_group_of(bn), "tracks": tracks(run, bn)}

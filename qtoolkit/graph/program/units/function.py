@@ -35,11 +35,11 @@ def _gelu(approximate: str) -> Function:
 
 
 OF_OP = ("function", "shape", "weight", "bias", "eps")
-"""The names of what a `Function` has."""
+"""The fields of a `Function`."""
 
 NONE, PRELU = NO_FUNCTION, "prelu"
 COMPILED = ("gelu", "gelu_tanh", "silu", PRELU)
-"""Functions that compiled code computes before the op: the compiler's code of their gradients is faster than torch's."""
+"""Functions that a compiled forward computes before the op: the compiler's gradients are faster than torch's."""
 
 OF_MODULE: Mapping[type[nn.Module], Callable[[Any], Function | None]] = {
     nn.GELU: lambda m: _gelu(m.approximate),
@@ -60,11 +60,11 @@ class FunctionPlan(UnitPlan):
 
 
 class FunctionUnit(CachedFusedOp[FunctionPlan]):
-    """A function of one tensor and the quantizer of its result; the code of a prepared model calls `run`.
+    """A function of one tensor and the quantizer of its result; the forward of a prepared model calls `run`.
 
-    The function is the `module` of this name, or the one that is `called` in the graph and computes `function`; or there is
-    none. `with_codes` is whether an op takes the codes of the result, and `narrow` whether a layer alone takes the result: then
-    autocast would round it to its type, and the op does.
+    The function is the `module` of this name, or the function that is `called` in the graph and computes `function`; or
+    there is none. `with_codes` is whether an op takes the result as integers, and `narrow` whether a layer alone takes the
+    result: then autocast would round it to its type, and the op does.
     """
 
     KIND = torch.classes.qtoolkit.FunctionUnit
@@ -83,7 +83,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         self.called, self.function, self.with_codes, self.narrow = called, function, with_codes, narrow
 
     def run(self, run: Run, x: Tensor) -> Result:
-        """Return the unit's output, with its codes."""
+        """Return the unit's output, with its integers."""
         if run.compiled:
             return self._compiled(run, x, *self.modules_now())
         self.refresh_if_modules_changed(run)
@@ -97,7 +97,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         return quantized_by(run, quantizer, y if module is None else module(y), self.with_codes)
 
     def _compiled(self, run: Run, x: Tensor, module: Any, quantizer: Any) -> Result:
-        """Compute the unit in compiled code, which keeps no plan: by the op too, except for functions in COMPILED."""
+        """Compute the unit in a compiled forward, which keeps no plan: by the op too, except for functions in COMPILED."""
         function = self.function if module is None else function_of_module(module)
         if function is not None and function[0] not in COMPILED and _is_one_op(run, module, quantizer):
             found = quantized_in_op(run, quantizer, x, function, self.with_codes) if _takes(function, x) else None
@@ -106,7 +106,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         return self._one_by_one(run, x, module, quantizer)
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules."""
+        """Return the values on which a plan depends besides the modules."""
         return x.shape, x.dtype, x.device, _autocast_type(x)
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> FunctionPlan | None:
@@ -139,7 +139,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
 
 
 def function_of_module(module: nn.Module) -> Function | None:
-    """Return what a module computes, if an op computes it with a quantizer."""
+    """Return the function of a module, if an op computes it with a quantizer."""
     found = OF_MODULE.get(type(module))
     return None if found is None else found(module)
 
@@ -168,7 +168,7 @@ def _takes(function: Function, x: Tensor) -> bool:
 
 
 def _takes_prelu(weight: Any, x: Tensor) -> bool:
-    """Return whether the op gives a result of torch's dtype; PReLU itself has the errors for what the op does not take."""
+    """Return whether the op gives a result of torch's dtype; PReLU itself has the errors for other inputs."""
     if type(weight) is not nn.Parameter or (weight.numel() != 1 and (x.dim() < 2 or x.size(1) != weight.numel())):
         return False
     if (autocast := _autocast_type(x)) is not None:

@@ -1,4 +1,4 @@
-"""A layer without a batch norm, with a quantizer right behind it, in one op."""
+"""A layer without a batch norm, with a quantizer right after it, in one op."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ class LayerPlan(UnitPlan):
 
 
 class LayerUnit(CachedFusedOp[LayerPlan]):
-    """A layer and the quantizer that alone takes its output, or none; the code of a prepared model calls `run`.
+    """A layer and the quantizer that alone takes its output, or none; the forward of a prepared model calls `run`.
 
-    `with_codes` is whether an op takes the codes of the result, `call` the number of the call of the layer.
+    `with_codes` is whether an op takes the result as integers, `call` the number of the call of the layer.
     """
 
     KIND = torch.classes.qtoolkit.LayerUnit
@@ -45,7 +45,7 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
         self.with_codes, self.call = with_codes, call
 
     def run(self, run: Run, x: Tensor, input_codes: TensorCodes | None = None) -> Result:
-        """Return the unit's output, with its codes; `input_codes` are x's."""
+        """Return the unit's output, with its integers; `input_codes` are x's integers."""
         if run.compiled:
             return self.one_by_one(run, x, input_codes, *self.modules_now())
         self.refresh_if_modules_changed(run)
@@ -61,7 +61,7 @@ class LayerUnit(CachedFusedOp[LayerPlan]):
         return quantized_by(run, quantizer, called_with(layer, input_codes, x, **numbered(self.call)), self.with_codes)
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
-        """Return on what a plan depends besides the modules; None where there is none."""
+        """Return the values on which a plan depends besides the modules; None without a plan."""
         return kind_of_inputs(modules[0]._parameters.get("weight"), x)
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> LayerPlan | None:
