@@ -42,7 +42,7 @@ class FileLayer:
 
 @dataclass(frozen=True)
 class FileDescription:
-    """What `describe` returns.
+    """The result of `describe`.
 
     Attributes:
         path: The file.

@@ -26,7 +26,7 @@ from qtoolkit.runtimes.table import XNNPACK
 
 @dataclass(frozen=True)
 class ExecutorchResult:
-    """What `export_executorch` returns.
+    """The result of `export_executorch`.
 
     Attributes:
         path: The file.

@@ -135,7 +135,7 @@ class Inputs:
         return [entry for entry, _ in found]
 
     def _check_entry(self, name: str, entry: object, dims: int) -> None:
-        """Check an entry of `dynamic_shapes`: torch.export ignores negative dimensions, and the TorchScript exporter crashes."""
+        """Check an entry of `dynamic_shapes`: torch.export ignores negative dimensions, the TorchScript exporter crashes."""
         what = f"{self.what}: dynamic_shapes"
         if not isinstance(entry, Mapping | Sequence | None) or isinstance(entry, str):
             raise TypeError(
@@ -150,7 +150,7 @@ class Inputs:
             )
 
     def of_other_sizes(self, dynamic_shapes: DynamicShapes) -> object:
-        """Return example inputs of other sizes: one more sample, and half the size in other dynamic dimensions, to save time."""
+        """Return example inputs of other sizes: one more sample, and half the size in other dynamic dimensions, for speed."""
         pairs = zip(self.tensors, self.sizes(dynamic_shapes), strict=True)
         tensors = iter([_of_other_size(tensor, entry) for tensor, entry in pairs])
         return with_tensors(self.arguments if self.kwargs else self.args, tensors)

@@ -28,7 +28,7 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class BackendFiles:
-    """What `encodings` returns.
+    """The result of `encodings`.
 
     Attributes:
         model: The file of the model.
