@@ -64,7 +64,7 @@ def _integers(qmin: int, qmax: int) -> torch.dtype:
 def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool, computed: bool = False) -> Storage:
     """Return how to store quantized values in an opset: in 4 bits if they fit.
 
-    Constants are already in their range. Computed values need a Clip if their type is wider than the grid. ONNX does not clip
+    Constants are already in their range. Other values need a Clip if their type is wider than the grid. ONNX does not clip
     4-bit integers, so values that need a Clip are stored in 8 bits. `computed` values always use 8 bits: onnxruntime 1.30 gives
     4-bit values to its 8-bit kernels, and then does not load the file.
     """
