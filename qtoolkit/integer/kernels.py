@@ -87,7 +87,7 @@ class Kernel(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether the op computes in integers: False for disabled quantizers (`qtoolkit.disable_quantization`) and in ONNX export."""
+        """Whether the op computes in integers: False if a quantizer is disabled, and in ONNX export."""
         if not self.enabled or running().for_onnx:
             return False
         return all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
