@@ -238,7 +238,7 @@ def _branching(graph: _GraphOfUnits) -> list[tuple[list[fx.Node], fx.Node]]:
 
 
 def _modules(graph: _GraphOfUnits) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Return the nodes and the output of each submodule with few layers and one output, sorted by descending number of layers."""
+    """Return the nodes and the output of each submodule with few layers and one output, largest number of layers first."""
     calls = graph.gm.calls
     members: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
