@@ -96,7 +96,9 @@ def _add(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_quantize(commands: Commands) -> argparse.ArgumentParser:
-    command = _add(commands, "quantize", "quantize a model from a Python file, without training, and write an ONNX file")
+    command = _add(
+        commands, "quantize", "quantize a model from a Python file, without training, and write an ONNX file"
+    )
     command.add_argument(
         "model", metavar="MODULE:NAME", help="a model, or a function that returns one; also path/file.py:name"
     )
@@ -106,7 +108,10 @@ def _add_quantize(commands: Commands) -> argparse.ArgumentParser:
     _add_backend(command)
     command.add_argument("--out", default="model.onnx", metavar="FILE", help="the file to write (default: model.onnx)")
     command.add_argument(
-        "--exclude", action="append", metavar="NAME", help="layer to keep in float, a name or a pattern; may be repeated"
+        "--exclude",
+        action="append",
+        metavar="NAME",
+        help="layer to keep in float, a name or a pattern; may be repeated",
     )
     command.add_argument("--max-batches", type=int, metavar="N", help="the number of batches to run (default: all)")
     command.add_argument("--method", help="how ranges are chosen: minmax, mse, entropy, percentile, ... (docs/ptq.md)")
@@ -132,13 +137,15 @@ def _add_verify(commands: Commands) -> argparse.ArgumentParser:
     command.add_argument(
         "--runtime", action="append", choices=RUNTIMES, help="a runtime; may be repeated (default: all installed)"
     )
-    command.add_argument(
-        "--inputs", metavar="NPZ", help="arrays by input name (default: random arrays)"
-    )
+    command.add_argument("--inputs", metavar="NPZ", help="arrays by input name (default: random arrays)")
     command.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
     command.add_argument("--model", metavar="PT2", help="a torch.export program; its outputs are compared too")
     command.add_argument(
-        "--allow", type=float, default=0.0, metavar="SHARE", help="the share of quantized values that may differ (default: 0)"
+        "--allow",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="the share of quantized values that may differ (default: 0)",
     )
     return command
 

@@ -310,7 +310,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--calibration", type=int, default=8, help="calibration images")
     parser.add_argument("--images", type=int, default=20, help="test images")
-    parser.add_argument("--least-ap", type=float, default=10, help="minimum AP of the float model for a meaningful comparison")
+    parser.add_argument(
+        "--least-ap", type=float, default=10, help="minimum AP of the float model for a meaningful comparison"
+    )
     parser.add_argument("--out", type=Path, default=Path("centernet"), help="folder for weights, drawing and ONNX file")
     return parser.parse_args(words)
 

@@ -107,7 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=30, help="epochs of float training")
     parser.add_argument("--qat-epochs", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("model.onnx"), help="the W8A8 model; W4A4 is in the same folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path("model.onnx"), help="the W8A8 model; W4A4 is in the same folder"
+    )
     args = parser.parse_args()
     random.seed(0)
     np.random.seed(0)

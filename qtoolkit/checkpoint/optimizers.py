@@ -42,7 +42,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, tree: OptimizerTree)
     if own != tree["groups"]:
         mine, theirs = ({name for names in groups for name in names} for groups in (own, tree["groups"]))
         differing = sorted(mine ^ theirs)
-        why = f"only one of the two trains {some(differing)}" if differing else "they are in other groups or another order"
+        why = f"only one of the two trains {some(differing)}" if differing else "their groups or their order differ"
         raise ValueError(
             f"the optimizer's parameters differ from the saved ones: {why}; build the same parameter groups"
         )

@@ -122,7 +122,7 @@ def quantized(data: Data) -> str:
         f"{file}: {count} layers and ops quantized, {len(floats)} left in float",
         TextTable(("float layer", "kind", "why"), floats, file),
         f"{file}: {_count(ranges['quantizers'], 'range')} from {ranges['batches']} batches of data",
-        *(f"{file}: {name}: {each['differing']} of {each['compared']} quantized values differ" for name, each in codes.items()),
+        *(f"{file}: {name}: {each['differing']} of {each['compared']} values differ" for name, each in codes.items()),
         *(f"{file}: in float by the config: {lost}" for lost in data["in_float"]),
         f"{file}: verdict: {data['verdict'] or 'none'}",
         *(f"{file}: {note}" for note in data["notes"]),

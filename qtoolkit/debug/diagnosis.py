@@ -117,7 +117,7 @@ class Diagnosis:
                 "In forward all quantizers get finite values, so the error starts in backward, between the loss and "
                 f"{parameters[-1]!r}, the last of these parameters."
             )
-        return "In forward all quantizers get finite values: the error starts after the last one, or in the loss function."
+        return "In forward all quantizers get finite values: the error starts after the last one, or in the loss."
 
     def _run_again(self) -> str | None:
         """Return the error of the first quantizer that gets NaN or infinity in a second run, or None."""

@@ -129,7 +129,7 @@ def _check_parameters(source: ExportSource) -> None:
         if bool((finite > LARGEST).any()):
             raise ValueError(
                 f'{source.what}: float_type="float16" has no number above 65,504, but {name!r} contains '
-                f'{float(finite.max()):g}. Use smaller values, {OF_MASKS}, or {REMEDY}.'
+                f"{float(finite.max()):g}. Use smaller values, {OF_MASKS}, or {REMEDY}."
             )
 
 
@@ -144,7 +144,7 @@ def _check_ranges(source: ExportSource) -> list[str]:
         if largest > LARGEST:
             raise ValueError(
                 f'{source.what}: float_type="float16" has no number above 65,504, but the range of {name!r} ends at '
-                f'{largest:g}. Scale the quantized tensor down, or {REMEDY}.'
+                f"{largest:g}. Scale the quantized tensor down, or {REMEDY}."
             )
         small += [f"{name!r} ({float(grid.scale.max()):.2g})"] if bool((grid.scale < SMALLEST).all()) else []
     if not small:
@@ -205,7 +205,7 @@ def _run_in_float16(source: ExportSource) -> dict[str, float]:
         if "without overflow" in str(error):  # torch's, of a Python number beside a tensor
             raise ValueError(
                 f'{source.what}: float_type="float16" has no number above 65,504, but the forward of the model uses a larger '
-                f'constant. Use a smaller one, {OF_MASKS}, or {REMEDY}.'
+                f"constant. Use a smaller one, {OF_MASKS}, or {REMEDY}."
             ) from error
         raise RuntimeError(
             f'{source.what}: the model does not run with float_type="float16" ({first_line(error)}): it may create float32 '
@@ -221,7 +221,7 @@ def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, fl
     if infinite:
         raise ValueError(
             f'{what}: with float_type="float16", {infinite[0] or "the model"!r} returns NaN or infinity for the example '
-            f'inputs: a value exceeds 65,504, the largest number of float16. Scale its inputs down, or {REMEDY}.'
+            f"inputs: a value exceeds 65,504, the largest number of float16. Scale its inputs down, or {REMEDY}."
         )
     zero = [
         f"{name!r} ({before[name]:.2g})" for name, value in after.items() if value == 0 < before.get(name, 0) < SMALLEST
@@ -230,7 +230,7 @@ def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, fl
         return []
     return [
         f'{what}: with float_type="float16", the outputs of {some(zero)} are zero for the example inputs: float16 has no '
-        f'number between 0 and 6e-8. Scale their inputs up, or {REMEDY}.'
+        f"number between 0 and 6e-8. Scale their inputs up, or {REMEDY}."
     ]
 
 

@@ -145,9 +145,7 @@ class Inputs:
         axes = entry if isinstance(entry, Mapping) else range(len(entry or ()))
         wrong = [axis for axis in axes if type(axis) is not int or not 0 <= axis < dims]
         if wrong:
-            raise ValueError(
-                f"{what}: dimensions of {name!r} must be numbers from 0 to {dims - 1}, got {wrong[0]!r}."
-            )
+            raise ValueError(f"{what}: dimensions of {name!r} must be numbers from 0 to {dims - 1}, got {wrong[0]!r}.")
 
     def of_other_sizes(self, dynamic_shapes: DynamicShapes) -> object:
         """Return example inputs of other sizes: one more sample, and half the size in other dynamic dimensions, for speed."""

@@ -186,7 +186,7 @@ def export_onnx(
         raise ValueError(
             'export_onnx: float_type must be "float32" or "float16", got "bfloat16": its Q/DQ nodes would need 8-bit scales, '
             'which QuantSpec.scale_dtype does not support. Pass float_type="float16", or export a bfloat16 model: '
-            'export_onnx(converted.bfloat16(), inputs, path, verify=False).'
+            "export_onnx(converted.bfloat16(), inputs, path, verify=False)."
         )
     if float_type is not None:
         check_known("float_type of export_onnx:", float_type, get_args(FloatType))
@@ -196,9 +196,7 @@ def export_onnx(
     if weight_codes is not None:
         check_known("weight_codes of export_onnx:", weight_codes, get_args(WeightCodes))
     if dynamic_batch and dynamic_shapes is not None:
-        raise ValueError(
-            "export_onnx: dynamic_batch and dynamic_shapes exclude each other; pass only one of them."
-        )
+        raise ValueError("export_onnx: dynamic_batch and dynamic_shapes exclude each other; pass only one of them.")
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
     from qtoolkit.export.exporters.torch_exporters import ExportRequest

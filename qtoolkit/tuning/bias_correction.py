@@ -271,9 +271,7 @@ def _mean_of_input(node: fx.Node) -> Tensor | Obstacle:
         if bounds is not None and bounds.known:
             low, high = bounds.low, bounds.high
         elif not (is_quantizer(source) or kind.returns_input):
-            why = (
-                f"its input comes from {source.name!r} ({kind}), not from a batch norm, so its mean is unknown; use 'empirical'"
-            )
+            why = f"its input comes from {source.name!r} ({kind}), so no batch norm gives its mean; use 'empirical'"
             return Obstacle(why)
         source = source.all_input_nodes[0]
 

@@ -349,7 +349,7 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
             scales = batch_norm is None or getattr(module_of(batch_norm), "weight", None) is not None
             count = ChannelView(module_of(node)).inputs_amax().numel()
             if count != ChannelView(module_of(layer)).outputs_amax().numel():
-                return Obstacle(f"{node.target!r} takes {count} input channels, but the layer before has another number")
+                return Obstacle(f"{node.target!r} takes another number of input channels ({count})")
             return path if scales else Obstacle("its batch norm has no scale")
         if kind.normalizes_batches and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
             bn = module_of(node)

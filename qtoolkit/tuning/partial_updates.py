@@ -312,9 +312,7 @@ def _shares(model: nn.Module, share: object) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"PartialUpdates: share must be a number from 0 to 1, got {value!r}.")
         if not 0 <= value <= 1:
-            raise ValueError(
-                f"PartialUpdates: share must lie in [0, 1], got {value}."
-            )
+            raise ValueError(f"PartialUpdates: share must lie in [0, 1], got {value}.")
     return shares
 
 

@@ -58,7 +58,7 @@ def _of_costs(facts: ReportFacts) -> list[Figure]:
     stored, whole = sum(cost.bytes for cost in facts.costs), sum(cost.float_bytes for cost in facts.costs)
     if not whole:
         return []
-    found = [Figure("Weights", size(stored), f"{size(whole)} in float32: {whole / stored:.2f} times smaller as integers")]
+    found = [Figure("Weights", size(stored), f"{size(whole)} in float32: {whole / stored:.2f} times smaller")]
     operations = sum(cost.bit_operations or 0 for cost in facts.costs)
     macs = sum(cost.macs or 0 for cost in facts.costs)
     if macs:

@@ -66,7 +66,7 @@ def open_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
         if model.functions:
             InlinePass()(model)
     except Exception as error:  # any, for a file that contradicts itself
-        raise UnreadableFileError(f"{str(path)!r} is no valid ONNX model: {first_line(error)}.") from error
+        raise UnreadableFileError(f"{str(path)!r} is not a valid ONNX model: {first_line(error)}.") from error
     return model
 
 
@@ -109,7 +109,7 @@ def _check(model: "onnx.ModelProto", file: Path) -> None:
     ]
     names += [each.name for each in (*model.graph.initializer, *model.graph.input, *model.graph.output)]
     if not all(isinstance(name, str) for name in names):  # protobuf returns other names as bytes
-        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: a name in it is not UTF-8 text.")
+        raise UnreadableFileError(f"{str(file)!r} is not a valid ONNX model: a name in it is not UTF-8 text.")
     known = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     functions = {(function.domain, function.name) for function in model.functions}
     for node in model.graph.node:
@@ -125,7 +125,7 @@ def _check(model: "onnx.ModelProto", file: Path) -> None:
     try:
         onnx.checker.check_model(_with_types(model) or str(file))
     except Exception as error:  # the checker raises errors of several types
-        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: {first_line(error)}.") from error
+        raise UnreadableFileError(f"{str(file)!r} is not a valid ONNX model: {first_line(error)}.") from error
 
 
 def _with_types(model: "onnx.ModelProto") -> "onnx.ModelProto | None":
@@ -166,7 +166,7 @@ def array_of(tensor: "onnx.TensorProto", file: Path) -> Array:
     except Exception as error:  # of several types
         reason = f"its type {tensor.data_type} is not known" if isinstance(error, KeyError) else first_line(error)
         raise UnreadableFileError(
-            f"{str(file)!r} is no valid ONNX model: the constant {tensor.name!r} cannot be read: {reason}."
+            f"{str(file)!r} is not a valid ONNX model: the constant {tensor.name!r} cannot be read: {reason}."
         ) from error
 
 

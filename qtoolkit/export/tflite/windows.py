@@ -102,7 +102,7 @@ def avg_pool(op: TfliteOp) -> TensorInFile:
     window = Window.of(op.args, op.args["kernel_size"], x.shape[2:], op.shape[2:])
     pads = any(any(ends) for ends in window.padding)
     if op.args["divisor_override"] or (pads and op.args["ceil_mode"]):
-        raise ValueError(f"export_litert: LiteRT's average pool has no ceil_mode and divisor_override: {op.node.name!r}.")
+        raise ValueError(f"export_litert: LiteRT's average pool has no ceil_mode and no divisor: {op.node.name!r}.")
     if not pads:
         return _pool(op, "AVERAGE_POOL_2D", x, window, "VALID")
     if op.args["count_include_pad"]:

@@ -108,7 +108,7 @@ def check_outputs(error: float, runtime: str, what: str) -> None:
 def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:
     """Raise RuntimeError, which begins with `what`, if outputs or quantizers get NaN, which cannot be compared."""
     if nan or np.isnan(difference):
-        place = "the outputs contain NaN" if np.isnan(difference) else f"the quantizers {some(list(map(repr, nan)))} get NaN"
+        place = "outputs have NaN" if np.isnan(difference) else f"the quantizers {some(list(map(repr, nan)))} get NaN"
         raise RuntimeError(
             f"{what}: {place}, so nothing can be compared; qtoolkit.stop_on_nonfinite(prepared) names the first quantizer that "
             "gets NaN. Pass inputs for which the model computes finite numbers."

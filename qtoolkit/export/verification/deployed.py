@@ -273,13 +273,13 @@ class RuntimeCodes:
         lines += [] if first is None else [f"  first difference: {first}: {self.by_quantizer[first]}"]
         if first is not None and self.layer_by_layer is not None:
             begun = [name for name, count in self.layer_by_layer.items() if count.differing]
-            lines.append(f"  layer by layer, from its quantized values: {self.layer_codes}; they begin at {_first(begun)}")
+            lines.append(f"  layer by layer, from its own values: {self.layer_codes}; they begin at {_first(begun)}")
         lines += [f"  not compared: {', '.join(self.not_compared)}"] if self.not_compared else []
         lines += [f"  not comparable because of NaN: {_first(self.nan)}"] if self.nan else []
         if self.changed_by_reading:
             lines.append(f"  reading the quantized values changes the outputs by up to {self.changed_by_reading:.3g}")
         if self.output_error > OUTPUT_ERROR:
-            lines.append(f"  an output differs by {self.output_error:.1%} of its largest value for identical quantized values")
+            lines.append(f"  an output differs by {self.output_error:.1%} of its largest value for identical inputs")
         lines += [f"  {each}" for each in (self.of_float16, self.remark) if each]
         return "\n".join(lines)
 
@@ -295,9 +295,7 @@ class RuntimeCodes:
             else f"{found.differing:,} of {found.compared:,} differ, by at most {found.steps} steps: {found.ties:,} at "
             f"rounding boundaries of float16, and {beyond:,} elsewhere."
         )
-        return (
-            f"The file is in float16. Its quantized values are compared layer by layer with the float16 model. {differing}"
-        )
+        return f"The file is in float16. Its quantized values are compared layer by layer with the float16 model. {differing}"
 
 
 @dataclass(frozen=True)

@@ -339,9 +339,7 @@ class MixedPrecision:
     def _check_costs(self, names: Iterable[str]) -> None:
         for name in names:
             if name == "latency" and "latency" not in self.costs:
-                raise ValueError(
-                    "MixedPrecision: a latency budget needs a table: MixedPrecision(..., latency=table)."
-                )
+                raise ValueError("MixedPrecision: a latency budget needs a table: MixedPrecision(..., latency=table).")
             check_known("cost", name, self.costs)
 
     def _checked(self, errors: Table) -> dict[str, dict[str, float]]:

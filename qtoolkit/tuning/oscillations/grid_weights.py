@@ -171,7 +171,7 @@ def _grid_weight(
         return Obstacle(f"it has {spec.bits} bits, more than max_bits={max_bits}")
     weight = GridWeight(layer, attribute, quantizer)
     if not isinstance(weight.parameter, nn.Parameter):
-        return Obstacle("it is computed from other tensors (pruned or parametrized); make it plain with torch.nn.utils first")
+        return Obstacle("it is computed from others (pruned or parametrized); make it plain with torch.nn.utils first")
     if is_sharded(weight.parameter):
         return Obstacle("it is sharded over processes; train in DistributedDataParallel instead of fully_shard")
     if id(weight.parameter) in owners:

@@ -46,9 +46,7 @@ class SavedUnits:
         try:
             saved = torch.load(content, weights_only=True)
         except Exception as error:  # of many types, OSError too where a damaged file names a place outside of it
-            raise ValueError(
-                f"reconstruct: {str(file)!r} is damaged; remove it to learn its unit again."
-            ) from error
+            raise ValueError(f"reconstruct: {str(file)!r} is damaged; remove it to learn its unit again.") from error
         key = saved.pop("key", None) if isinstance(saved, dict) else None
         if key != self.key:
             raise ValueError(

@@ -133,7 +133,7 @@ def _readers(node: fx.Node) -> list[str]:
 def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) -> str:
     kind = kind_of_module(layer)
     if not kind.layer:
-        return f"it is of kind {kind.name!r}; only convolutions, transposed convolutions and linear layers are supported"
+        return f"it is of kind {kind.name!r}; only convolutions (transposed too) and linear layers are supported"
     quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
     if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
         return "its weight is not quantized; give it a config in the QConfigMapping"

@@ -86,9 +86,7 @@ class Batches:
         with suppress(ReachedError):
             self.run(inside, batch, up_to)
         if not inside.results:
-            raise ValueError(
-                f"{self.what}: forward(model, batch) must call the given model, but it did not."
-            )
+            raise ValueError(f"{self.what}: forward(model, batch) must call the given model, but it did not.")
         return inside.results[0]
 
     def run(self, model: nn.Module, batch: object, up_to: str = "") -> Any:
