@@ -1,4 +1,4 @@
-"""The command `qtoolkit` and its arguments. Outside of the package: help needs no torch, and Ctrl-C ends its import."""
+"""The command `qtoolkit`. It is outside of the package: help does not import torch, and Ctrl-C works during the import."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-# What the tables of the package have, which imports torch; tests compare them.
+# Copies of tables in the package, which imports torch; tests compare them.
 BACKENDS = (
     "academic", "academic-nlp", "litert", "litert-16x8", "nnie", "onnxruntime", "openvino", "ppl", "ppl-w8a16", "qnn",
     "snpe", "stpu", "tengine", "tensorrt", "tensorrt-nlp", "tensorrt10", "tensorrt8", "tvm", "vitis", "xnnpack",
@@ -20,18 +20,19 @@ GPUS = ("H100", "A100", "L4", "T4", "Orin", "RTX4090")
 EXPORTERS = ("dynamo", "torchscript")
 SHELLS = ("bash", "fish", "tcsh", "zsh")
 EXIT_CODES = (
-    "Exit codes: 0: nothing found; 1: findings, or codes that differ; 2: bad arguments or a bad file, with a sentence."
+    "Exit status: 0: no findings; 1: findings, or quantized values that differ; 2: invalid arguments or an invalid file, with "
+    "an error message."
 )
 
 
 OTHER_PROJECT = (
-    "The distribution 'qtoolkit' on the package index is another project, with a package of the same name. Type: pip uninstall "
-    "qtoolkit torch-qtoolkit, and install torch-qtoolkit again. To use both, give each an environment of its own."
+    "The distribution 'qtoolkit' on the package index is another project, with a package of the same name. Run: pip uninstall "
+    "qtoolkit torch-qtoolkit, and install torch-qtoolkit again. To use both, install each in its own environment."
 )
 
 
 def main() -> int:
-    """Run the command line of `qtoolkit.cli`; return its exit code."""
+    """Run the command line of `qtoolkit.cli`; return its exit status."""
     end_on_interrupt()
     arguments = parser().parse_args()
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
@@ -55,7 +56,7 @@ def end_on_interrupt() -> None:
 
 
 def _end(*_: Any) -> None:
-    """End the process at once: an exception might be caught by code that tries an import."""
+    """End the process at once: an exception could be caught by a `try` around an import."""
     sys.stderr.write("qtoolkit: interrupted.\n")
     os._exit(130)
 
@@ -69,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         "qtoolkit",
-        description="Quantizes models into ONNX files, and checks quantized ONNX files of any tool.",
+        description="Quantize models to ONNX files, and check quantized ONNX files from any tool.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
@@ -81,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command")
     for add in (_add_quantize, _add_lint, _add_verify, _add_info):
         command = add(commands)
-        command.add_argument("--json", action="store_true", help="print JSON, as docs/command_line.md describes it")
+        command.add_argument("--json", action="store_true", help="print JSON (see docs/command_line.md)")
     return parser
 
 
@@ -95,7 +96,9 @@ def _add(commands: Commands, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_quantize(commands: Commands) -> argparse.ArgumentParser:
-    command = _add(commands, "quantize", "quantize a model of a Python file, without training, and write an ONNX file")
+    command = _add(
+        commands, "quantize", "quantize a model from a Python file, without training, and write an ONNX file"
+    )
     command.add_argument(
         "model", metavar="MODULE:NAME", help="a model, or a function that returns one; also path/file.py:name"
     )
@@ -105,12 +108,15 @@ def _add_quantize(commands: Commands) -> argparse.ArgumentParser:
     _add_backend(command)
     command.add_argument("--out", default="model.onnx", metavar="FILE", help="the file to write (default: model.onnx)")
     command.add_argument(
-        "--exclude", action="append", metavar="NAME", help="what stays in float, a name or a pattern; may be repeated"
+        "--exclude",
+        action="append",
+        metavar="NAME",
+        help="layer to keep in float, a name or a pattern; may be repeated",
     )
     command.add_argument("--max-batches", type=int, metavar="N", help="the number of batches to run (default: all)")
     command.add_argument("--method", help="how ranges are chosen: minmax, mse, entropy, percentile, ... (docs/ptq.md)")
     command.add_argument("--exporter", default="dynamo", choices=EXPORTERS, help="torch's exporter (default: dynamo)")
-    command.add_argument("--constant-batch", action="store_true", help="fix the size of the batch in the file")
+    command.add_argument("--constant-batch", action="store_true", help="make the batch size static in the file")
     return command
 
 
@@ -118,7 +124,7 @@ def _add_lint(commands: Commands) -> argparse.ArgumentParser:
     command = _add(commands, "lint", "check the Q/DQ nodes of files against the rules of a target")
     _add_files(command, "+", "ONNX files with QuantizeLinear and DequantizeLinear nodes")
     _add_backend(command)
-    command.add_argument("--advice", action="store_true", help="also list what is quantized and gains nothing")
+    command.add_argument("--advice", action="store_true", help="also list quantized nodes without a speedup")
     command.add_argument(
         "--gpu", default="A100", choices=GPUS, help="the GPU of the estimate for tensorrt (default: A100)"
     )
@@ -126,24 +132,26 @@ def _add_lint(commands: Commands) -> argparse.ArgumentParser:
 
 
 def _add_verify(commands: Commands) -> argparse.ArgumentParser:
-    command = _add(commands, "verify", "compare the codes that runtimes compute from files")
+    command = _add(commands, "verify", "compare the quantized values of runtimes for files")
     _add_files(command, "+", "ONNX files with QuantizeLinear and DequantizeLinear nodes")
     command.add_argument(
-        "--runtime", action="append", choices=RUNTIMES, help="a runtime; may be repeated (default: those installed)"
+        "--runtime", action="append", choices=RUNTIMES, help="a runtime; may be repeated (default: all installed)"
     )
+    command.add_argument("--inputs", metavar="NPZ", help="arrays by input name (default: random arrays)")
+    command.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
+    command.add_argument("--model", metavar="PT2", help="a torch.export program; its outputs are compared too")
     command.add_argument(
-        "--inputs", metavar="NPZ", help="arrays by the names of the file's inputs (default: random ones)"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
-    command.add_argument("--model", metavar="PT2", help="a program of torch.export, whose outputs are compared too")
-    command.add_argument(
-        "--allow", type=float, default=0.0, metavar="SHARE", help="the share of the codes that may differ (default: 0)"
+        "--allow",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="the share of quantized values that may differ (default: 0)",
     )
     return command
 
 
 def _add_info(commands: Commands) -> argparse.ArgumentParser:
-    command = _add(commands, "info", "describe files; without one, this installation")
+    command = _add(commands, "info", "describe files, or the installation if no file is given")
     _add_files(command, "*", "ONNX files")
     return command
 

@@ -1,7 +1,7 @@
 """Quantize without tracing: replace a model's layers, compare ranges, find the worst layer, export PTQ, finetune, export QAT.
 
-On a CIFAR-10 ResNet-20, and on one that leaves early where it is sure, by a branch on values that no tracer takes: of that one
-a file is written for each way. Needs the files of shared/data: python examples/auto_replace.py --data ../shared/data
+It uses a CIFAR-10 ResNet-20, and an early-exit variant that branches on values, which no tracer supports: for this variant one
+file per branch is written. Needs the files of shared/data: python examples/auto_replace.py --data ../shared/data
 """
 
 import argparse
@@ -21,7 +21,7 @@ import qtoolkit as qt
 
 BACKEND = "tensorrt10"
 METHODS = ("max", "percentile", "mse", "entropy")
-# A layer and the batch norm behind it are one layer on the target: eager mode has to be told.
+# The target fuses a layer and the batch norm after it: eager mode must be told about these pairs.
 CHAINS = [["conv1", "bn1"]] + [
     [f"layer{stage}.{block}.conv{i}", f"layer{stage}.{block}.bn{i}"]
     for stage in (1, 2, 3)
@@ -31,7 +31,7 @@ CHAINS = [["conv1", "bn1"]] + [
 
 
 class EarlyExit(ResNet20):
-    """ResNet-20 with a second head after its second stage; where that is sure of all images, the third stage is left out."""
+    """ResNet-20 with a second head after its second stage; the third stage is skipped if that head is confident."""
 
     threshold: Tensor
 
@@ -41,7 +41,7 @@ class EarlyExit(ResNet20):
         self.register_buffer("threshold", torch.tensor(torch.inf))
 
     def features(self, x: Tensor) -> Tensor:
-        """Return what both heads start from."""
+        """Return the common input of both heads."""
         return self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x)))))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class EarlyExit(ResNet20):
 
 
 def load_early_exit(data: Path, share: float = 0.3, count: int | None = None) -> EarlyExit:
-    """Return the network with a second head, fitted by least squares on train images and sure of a share of them."""
+    """Return the network with a second head, fitted by least squares on train images, and confident for a share of them."""
     model = EarlyExit().eval()
     model.load_state_dict(load_model(data).state_dict(), strict=False)
     x, y = load_images(data, "train", count)
@@ -71,7 +71,7 @@ def load_early_exit(data: Path, share: float = 0.3, count: int | None = None) ->
 
 @dataclass(frozen=True)
 class Images:
-    """What the steps run on."""
+    """The data for all steps."""
 
     train: Tensor
     train_labels: Tensor
@@ -86,7 +86,7 @@ class Images:
 
 @dataclass
 class Result:
-    """Figures of one model; accuracies in percent of the test images, or of those that take a file's way."""
+    """Results of one model; accuracies in percent of the test images, or of the images on a file's branch."""
 
     name: str
     float_accuracy: float
@@ -103,7 +103,7 @@ def load(data: Path, train: int | None = None, test: int | None = None) -> Image
 
 
 def mapping_of(method: str) -> qt.QConfigMapping:
-    """Return the backend's config, with ranges of activations by a method."""
+    """Return the backend's config, with a calibration method for activations."""
     default = qt.backends[BACKEND].qconfig
     if method == "max":
         return qt.QConfigMapping().set_global(default)
@@ -112,7 +112,7 @@ def mapping_of(method: str) -> qt.QConfigMapping:
 
 
 def quantized(model: nn.Module, mapping: qt.QConfigMapping, images: Images) -> nn.Module:
-    """Return a model with replaced layers and ranges, in eval mode; its batch norms train on in training mode."""
+    """Return a calibrated model with replaced layers, in eval mode; in training mode its batch norms continue to train."""
     fused = qt.fuse_modules(model.train(), CHAINS)
     replaced = qt.quant_modules.replace(fused, mapping, backend=BACKEND).eval()
     qt.calibrate(replaced, images.calibration)
@@ -120,12 +120,12 @@ def quantized(model: nn.Module, mapping: qt.QConfigMapping, images: Images) -> n
 
 
 def error_of(model: nn.Module, images: Tensor, expected: Tensor) -> float:
-    """Return the mean squared difference of a model's logits from those expected."""
+    """Return the mean squared difference between a model's logits and the expected logits."""
     return F.mse_loss(logits_of(model, images, "error"), expected).item()
 
 
 def finetune(model: nn.Module, images: Tensor, labels: Tensor) -> None:
-    """Train for one epoch at a hundredth of a usual rate; activations' ranges and batch norms' statistics stay as they are."""
+    """Train for one epoch at a hundredth of a usual rate; activation ranges and batch norm statistics are frozen."""
     model.train()
     batches = list(torch.randperm(len(images)).split(64))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, weight_decay=1e-4)
@@ -141,7 +141,7 @@ def finetune(model: nn.Module, images: Tensor, labels: Tensor) -> None:
 
 
 def ways_of(model: nn.Module, images: Images) -> dict[str, Tensor]:
-    """Return the test images that take each way through a model, by names for the ways."""
+    """Return the test images for each branch of a model, by branch name."""
     if not isinstance(model, EarlyExit):
         return {"": torch.arange(len(images.test))}
     with torch.no_grad():
@@ -151,7 +151,7 @@ def ways_of(model: nn.Module, images: Images) -> dict[str, Tensor]:
 
 
 def export(model: nn.Module, images: Images, out: Path, result: Result, step: str) -> None:
-    """Write a file for each way through a model, with its codes verified, and run it on the images that take the way."""
+    """Write and verify a file for each branch of a model, and run it on the images of the branch."""
     for way, chosen in ways_of(model, images).items():
         x, labels = images.test[chosen], images.test_labels[chosen]
         name = f"{step}{way}"
@@ -168,7 +168,7 @@ def export(model: nn.Module, images: Images, out: Path, result: Result, step: st
 
 
 def run(model: nn.Module, images: Images, out: Path, for_sensitivity: int = 256) -> Result:
-    """Take one model all the way."""
+    """Run all steps for one model."""
     methods, replaced = {}, {}
     for method in METHODS:
         replaced[method] = quantized(model, mapping_of(method), images)
@@ -187,8 +187,8 @@ def run(model: nn.Module, images: Images, out: Path, for_sensitivity: int = 256)
 
 
 def table_of_ranges(results: list[Result]) -> Table:
-    """Return a table of what each way of choosing ranges gives."""
-    table = Table(title="Accuracy in % after calibration on 512 images, by how ranges are chosen")
+    """Return a table of the calibration methods."""
+    table = Table(title="Accuracy in % after calibration on 512 images, by calibration method")
     for column in ("model", "float", *METHODS):
         table.add_column(column, justify="left" if column == "model" else "right")
     for result in results:
@@ -200,8 +200,8 @@ def table_of_ranges(results: list[Result]) -> Table:
 
 def table_of_files(results: list[Result]) -> Table:
     """Return a table of the exported files."""
-    table = Table(title="Exported files: accuracy in onnxruntime, and codes that differ from it, of all compared")
-    for column in ("file", "accuracy %", "onnxruntime %", "weight codes", "quantizers", "layers", "not on this way"):
+    table = Table(title="Exported files: accuracy in onnxruntime, and values that differ of all compared")
+    for column in ("file", "accuracy %", "onnxruntime %", "weights", "quantizers", "layers", "not on this branch"):
         table.add_column(column, justify="left" if column == "file" else "right")
     for result in results:
         for step, export in result.exports.items():
@@ -220,7 +220,7 @@ def table_of_files(results: list[Result]) -> Table:
 
 
 def main() -> None:
-    """Take both models all the way, and print what came out."""
+    """Run all steps for both models, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--out", type=Path, default=Path("auto_replace"), help="the folder for the files")

@@ -2,13 +2,13 @@
 
 The network of "Objects as Points" (arXiv 1904.07850) on torchvision's ResNet-50: a convolution 2048 -> 256, three transposed
 convolutions with batch norm and ReLU, and a head each for the heat map (hm), the boxes' sizes (wh) and the centers' offsets
-(reg). The shapes are drawn as they are needed, so nothing is downloaded: python examples/centernet.py
+(reg). The images are generated, so nothing is downloaded: python examples/centernet.py
 
-It prints every quantized layer from the worst on (cosine and SQNR of its own, accumulated, of its weight), how many of
-onnxruntime's codes differ, and COCO's AP of the float and the int8 model (docs/centernet.md has the figures). It fails, with
-a sentence and exit code 1, where a layer's own cosine is not above 0.99, where the int8 model's AP is more than a point
-below or above the float model's, or where the float model has learned too little for that to say anything. The folder
-`--out` keeps the trained weights (a second run with the same options does not train again), the drawing and the ONNX file.
+It prints all quantized layers, the worst first (cosine and SQNR: own, accumulated, and of the weight), the number of values
+that differ in onnxruntime, and COCO's AP of the float and the int8 model (docs/centernet.md has the results). It fails with an
+error message and exit status 1 if a layer's own cosine is not above 0.99, if the int8 model's AP differs from the float model's
+by more than a point, or if the float model's AP is too low for this comparison. The folder `--out` keeps the trained weights (a
+second run with the same options does not train again), the drawing and the ONNX file.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class CenterNet(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """An image (3, size, size), and its boxes (n, 4), as x0, y0, x1, y1 in pixels, with their classes (n)."""
+    """An image (3, size, size), its boxes (n, 4) as x0, y0, x1, y1 in pixels, and their classes (n)."""
 
     image: Tensor
     boxes: Tensor
@@ -76,7 +76,7 @@ class Scene:
 
 
 def draw_scene(size: int, rng: np.random.Generator) -> Scene:
-    """Draw shapes of random colors on noise; centers keep apart, so that none hides another."""
+    """Draw shapes of random colors on noise, with a minimum distance between centers, so that no shape hides another."""
     image = rng.normal(0, 0.15, (3, size, size)).astype(np.float32)
     image += np.float32(rng.normal(0, 0.3, (3, 1, 1)))
     ys, xs = np.mgrid[:size, :size].astype(np.float32) + 0.5
@@ -107,7 +107,7 @@ def _covers(label: int, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """What the heads shall give: a heat map with a Gaussian at each center; size and offset there."""
+    """The training targets: a heat map with a Gaussian at each center; size and offset there."""
 
     heat: Tensor
     size: Tensor
@@ -188,7 +188,7 @@ def average_precision(model: nn.Module, scenes: list[Scene], batch: int, what: s
 
 
 def coco_ap(found: Sequence[tuple[Tensor, Tensor, Tensor]], scenes: Sequence[Scene]) -> list[float]:
-    """Return COCO's figures for boxes, classes and scores of each image, in percent: AP over IoU 0.50 to 0.95, at 0.50, ..."""
+    """Return COCO's metrics for boxes, classes and scores of each image, in percent: AP over IoU 0.50 to 0.95, at 0.50, ..."""
     lines = []
     for i, (boxes, labels, scores) in enumerate(found):
         rows = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2], scores[:, None], labels[:, None] + 1.0], 1)
@@ -223,7 +223,7 @@ def _coco(scenes: Sequence[Scene]) -> COCO:
 
 
 def config() -> qt.QConfigMapping:
-    """Activations by histogram, per tensor; weights per output channel, which of a transposed convolution is axis 1."""
+    """Activations: histogram, per tensor. Weights: per output channel (axis 1 for transposed convolutions)."""
     activation = qt.QuantSpec(observer="histogram")
     return (
         qt.QConfigMapping()
@@ -234,7 +234,7 @@ def config() -> qt.QConfigMapping:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `quantize` has made and measured."""
+    """The results of `quantize`."""
 
     converted: nn.Module
     comparison: qt.debug.Comparison
@@ -255,13 +255,13 @@ def quantize(model: CenterNet, size: int, calibration: int, out: Path) -> Result
 
 
 def trained(args: argparse.Namespace) -> CenterNet:
-    """Return the float model, trained or as an earlier run with the same options has left it."""
+    """Return the float model, trained or loaded from an earlier run with the same options."""
     torch.manual_seed(0)
     model = CenterNet(args.backbone, args.width)
     options = (args.backbone, args.width, args.train_size, args.steps, args.batch, args.rate)
     weights = args.out / f"{'_'.join(map(str, options))}.pt"
     if weights.exists():
-        print(f"The float model is the one of an earlier run: {weights}")
+        print(f"The float model was loaded from an earlier run: {weights}")
         model.load_state_dict(torch.load(weights, weights_only=True))
         return model
     args.out.mkdir(parents=True, exist_ok=True)
@@ -281,7 +281,7 @@ def run(args: argparse.Namespace) -> tuple[Result, float, float]:
 
 
 def faults(result: Result, float_ap: float, int8_ap: float, least_ap: float) -> list[str]:
-    """Return a sentence for each promise that does not hold."""
+    """Return a sentence for each failed check."""
     found = [
         f"The layer {layer.name} alone has a cosine of {layer.own.cosine:.4f}, which must be above {LEAST_COSINE}."
         for layer in result.comparison.layers
@@ -306,17 +306,19 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=512, help="input for quantization and evaluation, pixels")
     parser.add_argument("--train-size", type=int, default=128, help="input for training, pixels")
     parser.add_argument("--steps", type=int, default=800, help="training steps")
-    parser.add_argument("--batch", type=int, default=4, help="images a training step")
+    parser.add_argument("--batch", type=int, default=4, help="images per training step")
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--calibration", type=int, default=8, help="calibration images")
     parser.add_argument("--images", type=int, default=20, help="test images")
-    parser.add_argument("--least-ap", type=float, default=10, help="of the float model; below it AP says too little")
+    parser.add_argument(
+        "--least-ap", type=float, default=10, help="minimum AP of the float model for a meaningful comparison"
+    )
     parser.add_argument("--out", type=Path, default=Path("centernet"), help="folder for weights, drawing and ONNX file")
     return parser.parse_args(words)
 
 
 def main() -> None:
-    """Print the layers from the worst on, the export's check, and both models' AP; fail where a promise does not hold."""
+    """Print the layers (worst first), the export's verification, and both models' AP; fail if a check fails."""
     args = arguments()
     result, float_ap, int8_ap = run(args)
     print(result.comparison)

@@ -1,4 +1,4 @@
-"""Quantization of a CIFAR-10 ResNet-20, after training or with it (--steps), checked code by code in onnxruntime.
+"""Quantization of a CIFAR-10 ResNet-20: PTQ, or QAT with --steps; every quantized value is verified in onnxruntime.
 
 Needs the files of shared/data (real weights, real images): python examples/cifar10_resnet20.py --data ../shared/data
 """
@@ -79,7 +79,7 @@ def logits_of(model: nn.Module, images: Tensor, what: str) -> Tensor:
 
 
 def logits_of_file(path: Path, images: Tensor) -> Tensor:
-    """Run an ONNX file over images in onnxruntime, as users run it."""
+    """Run an ONNX file over images in onnxruntime, with default settings."""
     session = onnxruntime.InferenceSession(str(path))
     batches = tqdm(images.split(100), desc="onnxruntime", leave=False)
     return torch.cat([torch.from_numpy(session.run(None, {"image": b.numpy()})[0]) for b in batches])
@@ -87,7 +87,7 @@ def logits_of_file(path: Path, images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one backend; accuracies in percent of the test images."""
+    """Results of one backend; accuracies in percent of the test images."""
 
     backend: str
     float_accuracy: float
@@ -103,7 +103,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 
 def mapping_of(backend: str, bits: int) -> qt.QConfigMapping:
-    """Return the backend's config with learned scales, and with these bits in all layers but the first and the last."""
+    """Return the backend's config with learned scales, and these bits in all layers except the first and the last."""
     default = qt.backends[backend].qconfig
     activation, weight = (replace(spec, quantizer="lsq") for spec in (default.activation, default.weight))
     mapping = qt.QConfigMapping()
@@ -112,7 +112,7 @@ def mapping_of(backend: str, bits: int) -> qt.QConfigMapping:
 
 
 def finetune(prepared: nn.Module, teacher: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:
-    """Train with the labels and the float model's logits; the batch norms' statistics stay in the last third."""
+    """Train with the labels and the float model's logits; batch norm statistics are frozen in the last third."""
     prepared.train()
     optimizer = torch.optim.SGD(qt.parameter_groups(prepared, lr=2e-3, weight_decay=1e-4), momentum=0.9)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -131,7 +131,7 @@ def finetune(prepared: nn.Module, teacher: nn.Module, images: Tensor, labels: Te
 
 
 def run(data: Path, backend: str, out: Path, images: int | None = None, bits: int = 8, steps: int = 0) -> Result:
-    """Quantize for a backend, train if asked to, export, and compare with onnxruntime on the test images."""
+    """Quantize for a backend, train with --steps, export, and compare with onnxruntime on the test images."""
     model = load_model(data)
     x, y = load_images(data, "test", images)
     train, labels = load_images(data, "train")
@@ -155,12 +155,12 @@ def run(data: Path, backend: str, out: Path, images: int | None = None, bits: in
 
 
 def main() -> None:
-    """Print one table over two backends."""
+    """Print a table for two backends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--out", type=Path, default=Path("resnet20.onnx"))
     parser.add_argument("--steps", type=int, default=0, help="training steps of quantization-aware training")
-    parser.add_argument("--bits", type=int, default=4, help="of the inner layers, with --steps")
+    parser.add_argument("--bits", type=int, default=4, help="bits of the inner layers, with --steps")
     args = parser.parse_args()
     bits = args.bits if args.steps else 8
     table = Table(title=f"CIFAR-10 ResNet-20, W{bits}A{bits}, 1,000 lossless test images")
@@ -170,7 +170,7 @@ def main() -> None:
         "QAT %" if args.steps else "PTQ %",
         "onnxruntime %",
         "same class %",
-        "weight codes",
+        "weights",
         "quantizers",
         "layers",
     ):
@@ -182,7 +182,7 @@ def main() -> None:
         counts = (f"{c.differing} / {c.compared:,}" for c in (v.weight_codes, v.quantizer_codes, v.layer_codes))
         table.add_row(backend, *figures, *counts)
     Console(width=130).print(table)
-    print("The last three columns: codes that differ from onnxruntime's, of all compared.")
+    print("The last three columns: quantized values that differ in onnxruntime, of all compared.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """From a float CNN to a verified int8 (and int4) ONNX model, on the handwritten digits that ship with scikit-learn.
 
-Float training, post-training quantization, quantization-aware training with learned scales, conversion, export, and the
-comparison of every integer code with onnxruntime: python examples/digits.py
+Float training, post-training quantization, quantization-aware training with learned scales, conversion, export, and comparison
+of every quantized value with onnxruntime: python examples/digits.py
 """
 
 import argparse
@@ -60,7 +60,7 @@ def train(
     what: str,
     phases: qt.tuning.QuantizationSchedule | None = None,
 ) -> None:
-    """Train as any model is trained; of a quantized one, the phases go on with the optimizer's steps."""
+    """An ordinary training loop; for a quantized model, `phases` is stepped with the optimizer."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
     steps = epochs * len(range(0, len(x), 64))
@@ -90,7 +90,7 @@ def accuracy_of_file(path: Path, x: Tensor, y: Tensor) -> float:
 
 
 def mapping_of(bits: int) -> qt.QConfigMapping:
-    """Return W<bits>A<bits> with learned scales; the first and last layer keep 8 bits, as is usual."""
+    """Return W<bits>A<bits> with learned scales; the first and last layer keep 8 bits."""
     inner = qt.QConfig(
         activation=qt.QuantSpec(bits=bits, signed=False, symmetric=False, quantizer="lsq"),
         weight=qt.QuantSpec(bits=bits, axis=0, quantizer="lsq"),
@@ -107,7 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=30, help="epochs of float training")
     parser.add_argument("--qat-epochs", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("model.onnx"), help="the W8A8 model; W4A4 goes beside it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("model.onnx"), help="the W8A8 model; W4A4 is in the same folder"
+    )
     args = parser.parse_args()
     random.seed(0)
     np.random.seed(0)
@@ -126,7 +128,7 @@ def main() -> None:
         "QAT",
         "onnxruntime",
         "file KiB",
-        "codes that differ",
+        "differing values",
     ):
         table.add_column(column, justify="right")
     for bits in (8, 4):
@@ -137,7 +139,7 @@ def main() -> None:
         phases = qt.tuning.QuantizationSchedule(prepared, freeze_ranges=last_third, freeze_batch_norm=last_third)
         train(prepared, x, y, args.qat_epochs, 0.01, f"QAT W{bits}A{bits}", phases)
         path = args.out if bits == 8 else args.out.with_stem(f"{args.out.stem}_w{bits}a{bits}")
-        # What onnxruntime's integer kernels compute; `verify` compares every code end to end, and `check` wants none to differ.
+        # onnxruntime's integer arithmetic: `verify` compares every value end to end, and `check` allows no difference.
         integer = qt.convert(prepared, arithmetic="integer")
         result = qt.export_onnx(
             integer, (x_test,), path, input_names=["image"], output_names=["logits"], dynamic_shapes=({0: "batch"},)

@@ -1,10 +1,10 @@
-"""Quantization-aware training in several processes that goes on where it was stopped, on handwritten digits.
+"""Quantization-aware training in several processes, resumable after interruption, on handwritten digits.
 
 torchrun --nproc-per-node 2 examples/distributed.py --out run
 
-Each rank trains on its share of the data by DistributedDataParallel, on the CPU. Every `--every` steps all ranks write a
-checkpoint together. If a process is killed, the others end with a sentence, and the same command goes on from the latest one:
-the result is the uninterrupted one, bit for bit. It needs scikit-learn and the extra [checkpoint].
+Each rank trains on its part of the data with DistributedDataParallel, on the CPU. Every `--every` steps all ranks write a
+checkpoint together. If a process is killed, the others exit with an error message. Run the same command again to resume from
+the latest checkpoint: the result equals the uninterrupted one, bit for bit. It needs scikit-learn and the extra [checkpoint].
 """
 
 import argparse
@@ -42,9 +42,9 @@ def digits() -> TensorDataset:
 
 
 def batches(data: TensorDataset, epochs: int, done: int) -> Iterator[list[Tensor]]:
-    """Return this rank's batches, less those of the first steps."""
+    """Return this rank's batches, without the batches of the first steps."""
     sampler = DistributedSampler(data)
-    # A generator of its own: a loader draws a number each time that it begins, and a resumed training begins once more.
+    # A separate generator: a loader draws a number each time that it starts, and a resumed training starts it once more.
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True, generator=torch.Generator())
     for epoch in range(done // len(loader), epochs):
         sampler.set_epoch(epoch)
@@ -54,7 +54,7 @@ def batches(data: TensorDataset, epochs: int, done: int) -> Iterator[list[Tensor
 
 
 def train(model: nn.Module, epochs: int, every: int, out: Path) -> Iterator[int]:
-    """Train from the latest checkpoint on, or from the start; yield the number of each step, and write checkpoints."""
+    """Train from the latest checkpoint, or from the start; yield the number of each step, and write checkpoints."""
     data, rank = digits(), distributed.get_rank()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(qt.parameter_groups(model, lr=2e-3, weight_decay=1e-2, scale_lr=1e-3))
@@ -82,7 +82,7 @@ def train(model: nn.Module, epochs: int, every: int, out: Path) -> Iterator[int]
 
 
 def main() -> None:
-    """Train, and end with a sentence if another process has ended."""
+    """Train, and exit with an error message if another process has ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, default=Path("run"), help="folder of the checkpoint and of the trained model"
@@ -108,7 +108,7 @@ def main() -> None:
         print(f"trained for {last} steps: {options.out / 'trained.safetensors'}")
     distributed.destroy_process_group()
     sys.stdout.flush()
-    # All is written. As Python ends, a thread of gloo that still holds a tensor would abort the process (docs/distributed.md).
+    # Everything is written. At exit, a gloo thread that still holds a tensor would abort the process (docs/distributed.md).
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Bits for each layer of a CIFAR-10 ResNet-20: three estimates of what a layer's bits cost, and the front of accuracy and size.
+"""Mixed precision for a CIFAR-10 ResNet-20: three error estimates, and the Pareto front of accuracy and size.
 
 Needs the files of shared/data: python examples/mixed_precision.py --data ../shared/data
 """
@@ -25,13 +25,13 @@ ESTIMATES = ("measured", "hessian", "gradient")
 
 @dataclass(frozen=True)
 class Result:
-    """What was found; accuracies in percent of the test images, after calibration without training.
+    """The results; accuracies in percent of the test images, after calibration without training.
 
     Attributes:
-        float_accuracy: Of the float model.
-        fronts: The front by each estimate, with accuracies.
-        sizes: The size in bytes with the same choice for all layers but the first and the last.
-        accuracies: For each of these, its accuracy ("uniform"), and that of what each estimate finds for its size.
+        float_accuracy: The accuracy of the float model.
+        fronts: The front for each estimate, with accuracies.
+        sizes: The sizes in bytes with the same choice for all layers except the first and the last.
+        accuracies: For each size, the accuracy of the uniform choice ("uniform") and of the choice of each estimate.
     """
 
     float_accuracy: float
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--images", type=int, default=256, help="training images for the estimates")
-    parser.add_argument("--test", type=int, help="test images; by default all")
+    parser.add_argument("--test", type=int, help="test images (default: all)")
     parser.add_argument("--points", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("mixed_precision"), help="the folder for the plots")
     args = parser.parse_args()

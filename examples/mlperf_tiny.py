@@ -1,11 +1,11 @@
-"""MLPerf Tiny's ResNet-8 in LiteRT: trained in float, quantized after the training and in it, W8A8 and W4A8.
+"""MLPerf Tiny's ResNet-8 in LiteRT: float training, PTQ and QAT, W8A8 and W4A8.
 
 python examples/mlperf_tiny.py --data ../shared/data      needs the files of shared/data; an hour on one core
 
-The float network is trained on the 50,000 images as JPEG, with the labels and the classes of a trained ResNet-20; an ended
-training goes on at its last epoch (--checkpoints). Each quantized file has int8 codes at both ends. Its accuracy is that in
-LiteRT on the 10,000 test images as JPEG, and on those 1,000 of them whose exact pixels, MLPerf Tiny's, are there. The last
-column compares all codes on the way with the model's, in LiteRT with the delegate XNNPACK.
+The float network is trained on the 50,000 JPEG images, with the labels and the predictions of a trained ResNet-20; an
+interrupted training resumes at its last epoch (--checkpoints). Each quantized file has int8 inputs and outputs. Its accuracy is
+measured in LiteRT on the 10,000 JPEG test images, and on 1,000 of them with exact pixels, as in MLPerf Tiny. The last column
+compares all quantized values with the model, in LiteRT with the XNNPACK delegate.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ENDS = ("conv", "linear")  # the first and the last layer, which have weights of
 
 
 class Stack(nn.Module):
-    """Two convolutions and a shortcut, which has a convolution without batch norm where the shape changes."""
+    """Two convolutions and a shortcut; if the shape changes, the shortcut has a convolution without batch norm."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Stack(nn.Module):
 
 
 class ResNet8(nn.Module):
-    """The image classification network of MLPerf Tiny (Banbury et al., arXiv 2106.07597), which takes pixels of 0 to 255."""
+    """The image classification network of MLPerf Tiny (Banbury et al., arXiv 2106.07597), which takes pixels from 0 to 255."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,17 +78,17 @@ class ResNet8(nn.Module):
 
 @dataclass(frozen=True)
 class Row:
-    """A file of LiteRT; accuracies in percent.
+    """A LiteRT file; accuracies in percent.
 
     Attributes:
-        name: How its model was made.
+        name: The method of quantization.
         simulated: The accuracy of the model in PyTorch.
         accuracy: The accuracy of the file on the same test images.
         exact: The accuracy of the file on the exact pixels.
         bytes: The size of the file.
-        milliseconds: The latency of an image, with the delegate and one thread.
-        differing: How many codes on the way differ from the model's; None of the float file.
-        compared: How many codes are compared.
+        milliseconds: The latency per image, with the delegate and one thread.
+        differing: The number of quantized values that differ from the model; None for the float file.
+        compared: The number of compared values.
     """
 
     name: str
@@ -105,14 +105,14 @@ class Row:
 
 
 def exact_pixels(data: Path, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first test images (count, 3, 32, 32) of the lossless set, of 0 to 255, and their labels."""
+    """Return the first test images (count, 3, 32, 32) of the lossless set, from 0 to 255, and their labels."""
     with np.load(data / "cifar10_lossless.npz") as archive:
         pixels, labels = archive["test_x"][:count], archive["test_y"][:count]
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float(), torch.from_numpy(labels).long()
 
 
 def softened(folder: Path, data: Data, checkpoints: Path) -> Data:
-    """Return the images with probabilities instead of labels: half the label, half a trained ResNet-20's classes."""
+    """Return the images with probabilities instead of labels: half the label, half the predictions of a trained ResNet-20."""
     images, labels = data.train
     path = checkpoints / f"classes_{len(images)}.pt"
     if not path.exists():
@@ -122,7 +122,7 @@ def softened(folder: Path, data: Data, checkpoints: Path) -> Data:
 
 @torch.no_grad()
 def classes_of(teacher: nn.Module, images: Tensor) -> Tensor:
-    """Return the probabilities (n, 10) that a teacher gives images of 0 to 255: the mean of each image and its mirror."""
+    """Return a teacher's probabilities (n, 10) for images from 0 to 255: the mean over each image and its mirror image."""
     teacher = teacher.to(memory_format=torch.channels_last)
 
     def probabilities(pixels: Tensor) -> Tensor:
@@ -144,9 +144,9 @@ def train_float(data: Data, epochs: int, checkpoints: Path) -> nn.Module:
 
 
 def mapping_of(bits: int) -> qt.QConfigMapping:
-    """Return LiteRT's config with learned scales and these bits in the weights of all layers but the first and the last.
+    """Return LiteRT's config with learned scales and these bits in the weights of all layers except the first and the last.
 
-    Pixels keep the grid of steps of 1 that calibration gives them.
+    Pixels keep their calibrated grid with steps of 1.
     """
     default = qt.backends["litert"].qconfig
     weight = replace(default.weight, quantizer="lsq")
@@ -158,7 +158,7 @@ def mapping_of(bits: int) -> qt.QConfigMapping:
 
 
 def calibrated(model: nn.Module, data: Data, mapping: qt.QConfigMapping | None = None) -> nn.Module:
-    """Return the model with quantizers and their ranges: for QAT in train mode, else for a quantization after training."""
+    """Return the calibrated quantized model: for QAT in training mode, else for PTQ."""
     images = data.train[0][:CALIBRATION]
     prepared = qt.prepare(model, (images[:1],), backend="litert", qconfig_mapping=mapping)
     qt.calibrate(prepared, images.split(64), progress=False)
@@ -166,7 +166,7 @@ def calibrated(model: nn.Module, data: Data, mapping: qt.QConfigMapping | None =
 
 
 def train_quantized(model: nn.Module, data: Data, bits: int, epochs: tuple[int, int], checkpoints: Path) -> nn.Module:
-    """Return the quantized network, trained after so many epochs in float, in eval mode."""
+    """Return the quantized network, trained after that many float epochs, in eval mode."""
     prepared = calibrated(model.train(), data, mapping_of(bits))
     of_float, own = epochs
     schedule = Schedule(len(data.train[1]), own, BATCH)
@@ -179,14 +179,14 @@ def train_quantized(model: nn.Module, data: Data, bits: int, epochs: tuple[int, 
 
 
 def write_float(prepared: nn.Module, example: Tensor, path: Path) -> None:
-    """Write the float model as a file of LiteRT."""
+    """Write the float model as a LiteRT file."""
     converted = qt.convert(prepared)
     with qt.disable_quantization(converted):
         qt.export_litert(converted, example, path, verify=False)
 
 
 def interpreter_of(path: Path, threads: int = 1) -> Any:
-    """Return LiteRT's interpreter of a file, with the delegate XNNPACK."""
+    """Return LiteRT's interpreter for a file, with the XNNPACK delegate."""
     from ai_edge_litert.interpreter import Interpreter
 
     interpreter = Interpreter(str(path), num_threads=threads)
@@ -207,7 +207,7 @@ def accuracy_of_file(path: Path, images: Tensor, labels: Tensor) -> float:
 
 
 def as_given(x: np.ndarray, given: dict[str, Any]) -> np.ndarray:
-    """Return an image as floats, or as the codes that a file takes."""
+    """Return an image as floats, or as the integers of a file's input."""
     if given["dtype"] is np.float32:
         return x
     scale, zero_point = given["quantization"]
@@ -239,10 +239,10 @@ def row_of(name: str, simulated: float, path: Path, data: Data, exact: tuple[Ten
 
 
 def quantized_row(name: str, prepared: nn.Module, data: Data, exact: tuple[Tensor, Tensor], folder: Path) -> Row:
-    """Write a quantized model as a file, compare all codes on the exact pixels, and measure it.
+    """Write a quantized model as a file, compare all quantized values on the exact pixels, and measure it.
 
     Raises:
-        RuntimeError: The codes of the file are not those of the model.
+        RuntimeError: The quantized values of the file differ from the model.
     """
     example, path = data.test[0][:1], folder / f"{name.replace(' ', '_')}.tflite"
     qt.export_litert(prepared, example, path, io_type="int8", verify=False)
@@ -256,7 +256,7 @@ def quantized_row(name: str, prepared: nn.Module, data: Data, exact: tuple[Tenso
 def run(
     data: Data, exact: tuple[Tensor, Tensor], epochs: tuple[int, int], checkpoints: Path, out: Path
 ) -> Iterator[Row]:
-    """Train in float and quantized for these epochs, and yield a row for each file."""
+    """Train in float and quantized for these numbers of epochs, and yield a row for each file."""
     model = train_float(data, epochs[0], checkpoints)
     prepared = calibrated(model, data)
     path = out / "float.tflite"
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of the files")
     parser.add_argument("--checkpoints", type=Path, default=FOLDER, help="the folder of checkpoints")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="of the float network")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="epochs of the float network")
     parser.add_argument("--qat-epochs", type=int, default=QAT_EPOCHS)
     parser.add_argument("--images", type=int, nargs=3, default=IMAGES, help="train, test, exact pixels")
     args = parser.parse_args()
@@ -290,7 +290,7 @@ def main() -> None:
     _, tested, with_exact = args.images
     title = f"MLPerf Tiny's ResNet-8, CIFAR-10: {tested:,} test images as JPEG, {with_exact:,} with exact pixels"
     table = Table(title=title)
-    for column in ("model", "PyTorch %", "LiteRT %", "exact pixels %", "KiB", "ms", "codes that differ"):
+    for column in ("model", "PyTorch %", "LiteRT %", "exact pixels %", "KiB", "ms", "differing values"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in run(data, exact, (args.epochs, args.qat_epochs), args.checkpoints, args.out):
         figures = f"{row.simulated:.2f}", f"{row.accuracy:.2f}", f"{row.exact:.2f}", f"{row.bytes / 1024:.0f}"

@@ -64,7 +64,7 @@ def test_centernet_small(tmp_path, monkeypatch, options: str) -> None:
     assert len(layers) == 38
     assert sum(kind == "conv_transpose" for _, kind, _ in layers) == 3
     assert all(float(cosine) > 0.99 for _, _, cosine in layers)
-    for line in ("weight codes", "quantizer codes"):
+    for line in ("weights", "quantizers"):
         assert re.search(rf"^{line}: +0 of \d{{6,}} differ", out, flags=re.MULTILINE)
     assert (tmp_path / "centernet.onnx").exists()
     assert "conv_transpose" in (tmp_path / "centernet.svg").read_text()

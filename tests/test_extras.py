@@ -83,7 +83,7 @@ def test_the_other_project_in_the_same_folder_is_a_warning_with_the_remedy(tmp_p
     done = run(site(tmp_path, record, ROOT / "qtoolkit"), "import qtoolkit; print(qtoolkit.__file__)")
     assert done.stdout == f"{tmp_path / 'qtoolkit' / '__init__.py'}\n", done.stderr
     assert ("UserWarning: qtoolkit 0.1.7 is installed in" in done.stderr) is warns
-    assert ("Type: pip uninstall qtoolkit torch-qtoolkit, and install torch-qtoolkit again." in done.stderr) is warns
+    assert ("Run: pip uninstall qtoolkit torch-qtoolkit, and install torch-qtoolkit again." in done.stderr) is warns
 
 
 @pytest.mark.parametrize("uninstalled", [False, True])

@@ -37,7 +37,7 @@ ZERO_POINT = "its weight has a zero point"
         (
             "onnxruntime",
             qt.QConfigMapping().set_module_name("2", qt.QConfig(qt.QuantSpec(signed=True), qt.QuantSpec())),
-            ("1 of 2 conv", "its input and its output have codes of different types"),
+            ("1 of 2 conv", "its input and its output have different integer types"),
         ),
         (
             "tensorrt",
@@ -47,7 +47,7 @@ ZERO_POINT = "its weight has a zero point"
         (
             "tensorrt",
             everywhere(qt.QConfig(qt.QuantSpec(symmetric=False), qt.QuantSpec())),
-            ("no input with a zero p",),
+            ("only inputs with zero p",),
         ),
     ],
 )

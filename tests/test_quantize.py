@@ -233,7 +233,7 @@ def test_a_file_in_float16_is_compared_in_onnxruntime_which_computes_it_in_float
     assert codes.codes.compared
     assert not codes.integer_layers
     assert not result.notes
-    assert "The file is in float16, and its codes are compared with those of the model in float16" in str(result)
+    assert "Its quantized values are compared layer by layer with the float16 model" in str(result)
 
 
 def test_a_runtime_that_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch) -> None:

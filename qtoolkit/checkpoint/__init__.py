@@ -1,6 +1,6 @@
-"""Checkpoints of models and trainings in files of safetensors: never a pickle, always complete, for any number of processes.
+"""Checkpoints of models and trainings in safetensors files: no pickles, always complete, for any number of processes.
 
-A checkpoint is one file, or a folder that all processes write together. docs/distributed.md says what they hold.
+A checkpoint is one file, or a folder that all processes write together. docs/distributed.md describes the content.
 """
 
 from qtoolkit.checkpoint.save_load import Checkpoint, load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the tensors of a model and of its training, and the record."""
+"""The content of a checkpoint: the tensors of a model and of its training, and the record."""
 
 import json
 from collections.abc import Hashable, Mapping
@@ -18,23 +18,23 @@ from qtoolkit.processes import is_sharded, rank, ranks
 
 
 class Stateful(Protocol):
-    """An object of the state, which is saved by its state dict."""
+    """An object of the state that is saved by its state dict."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take a state."""
+        """Load a state."""
 
 
 def _keep_state_dict(tensors: dict[str, Tensor], saved: Mapping[str, object]) -> dict[str, str]:
-    """Add the entries of a model's state dict; return those that are the same tensor as another one, with its name."""
+    """Add the entries of a model's state dict; return the entries that share a tensor with another one, with its name."""
     aliases, seen = dict[str, str](), dict[Hashable, str]()
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"save_checkpoint: the entry {name!r} of the state dict is a {type(value).__name__}, and a checkpoint "
-                f"holds tensors; let get_extra_state return a tensor."
+                f"save_checkpoint: the entry {name!r} of the state dict is a {type(value).__name__}, but a checkpoint can hold "
+                "only tensors; let get_extra_state return a tensor."
             )
         first = seen.setdefault(_identity(name, value), name)
         if first == name:
@@ -45,7 +45,7 @@ def _keep_state_dict(tensors: dict[str, Tensor], saved: Mapping[str, object]) ->
 
 
 def _keep(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> str:
-    """Add a tensor that is not of the model's state dict, and return its key."""
+    """Add a tensor from outside the model's state dict, and return its key."""
     keys = chain([f"{OWN}{name}"], (f"{OWN}{name}/{number}" for number in count(1)))
     key = next(key for key in keys if key not in tensors)
     tensors[key] = tensor.detach()
@@ -55,9 +55,9 @@ def _keep(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> str:
 def contents_of(
     model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, object], version: str
 ) -> tuple[dict[str, Tensor], Record]:
-    """Return the tensors that this process has for a checkpoint, and its record.
+    """Return the tensors of this process for a checkpoint, and its record.
 
-    Raises TypeError for a state that no checkpoint can hold, ValueError for the optimizer of another model.
+    Raises TypeError for a state that a checkpoint cannot hold, ValueError for the optimizer of another model.
     """
     tensors, saved = dict[str, Tensor](), model.state_dict()
     aliases, keep = _keep_state_dict(tensors, saved), partial(_keep, tensors)
@@ -97,14 +97,14 @@ def _tree(name: str, value: object, keep: Keep) -> dict[str, Json]:
 
 
 def _identity(name: str, tensor: Tensor) -> Hashable:
-    """Return the same value for entries of a state dict that are one tensor."""
+    """Return a key that is equal for entries of a state dict with the same tensor."""
     if type(tensor) is not Tensor or tensor.numel() == 0:  # of other types, only the name is known to tell them apart
         return (name,)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _alone(tensor: Tensor, seen: set[int]) -> Tensor:
-    """Return a tensor that is alone in its memory and contiguous, as the format asks for; `seen` has the memory of others."""
+    """Return a contiguous tensor that does not share memory, as the format requires; `seen` has the memory of others."""
     if is_sharded(tensor):  # torch.distributed.checkpoint copies the shards that are not
         return tensor
     alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

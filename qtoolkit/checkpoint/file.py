@@ -1,4 +1,4 @@
-"""A checkpoint as one file of safetensors, which any reader of that format can open; state dicts that other code has saved."""
+"""Checkpoints as one safetensors file, which any reader of this format can open; and state dicts saved by other programs."""
 
 import pickle
 import re
@@ -23,7 +23,7 @@ WRAPPINGS = ("state_dict", "model_state_dict", "model")  # entries in which scri
 
 @dataclass
 class InMemory:
-    """The tensors of a file by their names, and the record; of a state dict, its metadata alone."""
+    """The tensors of a file by name, and the record (only the metadata for a state dict)."""
 
     tensors: dict[str, Tensor]
     record: Record
@@ -34,7 +34,7 @@ class InMemory:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def for_names(self, own: Collection[str]) -> "InMemory":
-        """Return a state dict with the names of a model that was in a wrapper, for a model without these `own` names."""
+        """Return a state dict without the name prefix of a wrapper, for a model with these `own` names."""
         wrapper = wrapper_of(self.tensors)
         if not wrapper or self.record.version is not None or not set(own).isdisjoint(self.tensors):
             return self
@@ -42,7 +42,7 @@ class InMemory:
         return InMemory({name.removeprefix(wrapper): t for name, t in self.tensors.items()}, Record(modules))
 
     def read(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors that are distributed over processes as others are."""
+        """Return tensors that are distributed over processes like given ones."""
         return {name: _distributed_like(self.tensors[name], tensor) for name, tensor in like.items()}
 
 
@@ -57,12 +57,12 @@ def _distributed_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def write_file(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:
-    """Write a file on rank 0, with the random states of all ranks; ValueError for a model that is sharded."""
+    """Write a file on rank 0, with the random states of all ranks; ValueError for a sharded model."""
     sharded = [name for name, tensor in tensors.items() if is_sharded(tensor)]
     if sharded:
         raise ValueError(
-            f"save_checkpoint: {sharded[0]!r} is sharded over processes, and {str(path)!r} is one file; pass the name of a "
-            f"folder, into which every process writes its own shards."
+            f"save_checkpoint: {sharded[0]!r} is sharded over processes, but {str(path)!r} is a single file; pass a folder, "
+            "into which every process writes its own shards."
         )
     everything = {**tensors, **_random_states(tensors)}
     with raising_on_all_ranks("save_checkpoint"):
@@ -88,12 +88,12 @@ def _write(tensors: Mapping[str, Tensor], record: Record, path: Path) -> None:
             save_file(dict(tensors), place, {"format": "pt", KEY: record.to_json()})
     except SafetensorError as error:
         raise OSError(
-            f"save_checkpoint: {str(path)!r} cannot be written ({error}); what was there is unchanged."
+            f"save_checkpoint: {str(path)!r} cannot be written ({error}); an existing file is unchanged."
         ) from None
 
 
 def read_file(path: Path) -> InMemory:
-    """Read a file of safetensors: of `write_file`, or of anything else, without a record; ValueError if it is damaged."""
+    """Read a safetensors file from `write_file`, or from another program (without a record); ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -101,34 +101,34 @@ def read_file(path: Path) -> InMemory:
             text = (file.metadata() or {}).get(KEY)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"it is not a complete file of safetensors ({error})") from None
+        raise ValueError(f"it is not a complete safetensors file ({error})") from None
     return InMemory(tensors, Record() if text is None else Record.from_values(parsed(text)))
 
 
-# ---- state dicts of other code, by torch.save, in the wrappings that scripts give them
+# ---- state dicts of other programs, by torch.save, in the dicts that scripts use
 
 
 def read_pickle(path: Path) -> InMemory:
-    """Read a state dict from a file of torch.save, without running code that the file may hold; ValueError if it holds more."""
+    """Read a state dict from a torch.save file without executing pickled objects; ValueError if it holds more than tensors."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         name = re.search(r"GLOBAL (\S+)", str(error))  # the rest is advice on other arguments of torch.load
         reason = f"it holds {name[1]}" if name else f"torch.load raises {type(error).__name__}"
         raise ValueError(
-            f"it is not a file of tensors alone ({reason}). Other pickles may run code and are not loaded: where you "
-            f"trust it, save its state dict by torch.save(model.state_dict(), path)"
+            f"it does not hold only tensors ({reason}). Other pickles can execute arbitrary code and are not loaded: if you "
+            "trust the file, save its state dict with torch.save(model.state_dict(), path)"
         ) from None
     found = content
     if isinstance(content, Mapping):
         found = next((content[name] for name in WRAPPINGS if isinstance(content.get(name), Mapping)), content)
     if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
-        raise ValueError("it holds no state dict, which is a mapping of names to tensors")
+        raise ValueError("it holds no state dict (a mapping of names to tensors)")
     return InMemory(dict(found), Record(getattr(found, "_metadata", {})))
 
 
 def wrapper_of(names: Collection[str]) -> str:
-    """Return what wrappers of a model put before all names of its state dict; "" for nothing."""
+    """Return the prefix that wrappers of a model add to all names of its state dict; "" for none."""
     found = ""
     while names and (more := [each for each in PREFIXES if all(name.startswith(found + each) for name in names)]):
         found += more[0]
@@ -136,6 +136,6 @@ def wrapper_of(names: Collection[str]) -> str:
 
 
 def without_wrapper(state: Mapping[str, T]) -> Mapping[str, T]:
-    """Return a state dict with the names that the model in its wrappers has."""
+    """Return a state dict with the names of the unwrapped model."""
     wrapper = wrapper_of(state)
     return {key.removeprefix(wrapper): value for key, value in state.items()} if wrapper else state

@@ -1,4 +1,4 @@
-"""Whether the entries of a checkpoint fit a model, before anything is loaded."""
+"""Check whether the entries of a checkpoint fit a model, before anything is loaded."""
 
 from collections.abc import Collection, Mapping
 
@@ -18,10 +18,10 @@ Modules = Mapping[str, nn.Module]  # of a model, by all of their names
 def differences(
     modules: Modules, own: Collection[str], saved: Collection[str], metadata: Metadata
 ) -> tuple[list[str], list[str]]:
-    """Return the entries that only the model has, and those that only the checkpoint has.
+    """Return the entries that only the model has, and the entries that only the checkpoint has.
 
-    What was observed is not needed, and a float model's checkpoint no entry of a quantizer. Entries of quantizers of earlier
-    versions have other names: `load_state_dict` checks these.
+    Entries of observers are optional, and a checkpoint of the float model needs no entries of quantizers. Quantizer entries of
+    older versions have other names: `load_state_dict` checks these.
     """
     optional = set(_inside(modules, Observer))
     quantizers = _inside(modules, Quantizer)
@@ -54,7 +54,7 @@ def _owner(name: str) -> str:
 
 
 def check_config(model: nn.Module, metadata: Metadata, saved: Collection[str], backend: str | None) -> None:
-    """Raise ValueError if a quantizer of the model has another spec in the checkpoint, with all that differ."""
+    """Raise ValueError if quantizers have other specs in the checkpoint; the message lists them."""
     owners = {_owner(name) for name in saved}
     found = {
         name: differing
@@ -71,12 +71,12 @@ def check_config(model: nn.Module, metadata: Metadata, saved: Collection[str], b
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
         raise ValueError(
             f"{len(found)} quantizers have another config in it: {listed}{more}.{backends} Prepare the model with the backend "
-            f"and the QConfigMapping of the checkpoint, with what it has written in the QuantSpecs of the rules"
+            "and the QConfigMapping of the checkpoint, or with these values in the QuantSpecs of the rules"
         )
 
 
 def check_names(missing: list[str], unexpected: list[str], own: Collection[str]) -> None:
-    """Raise ValueError with the names that only one side has, and the nearest of the other side."""
+    """Raise ValueError with the names that only one side has, and the most similar names of the other side."""
     sentences = []
     if unexpected:
         named = [_with_nearest(name, list(own)) for name in unexpected[:5]] + unexpected[5:]
@@ -84,7 +84,7 @@ def check_names(missing: list[str], unexpected: list[str], own: Collection[str])
     if missing:
         sentences.append(f"it has no {some([repr(name) for name in missing])}, which the model needs")
     if sentences:
-        raise ValueError(f"{'; '.join(sentences)}. Pass strict=False to load the others")
+        raise ValueError(f"{'; '.join(sentences)}. Pass strict=False to load the other entries")
 
 
 def _with_nearest(name: str, known: list[str]) -> str:
@@ -93,18 +93,18 @@ def _with_nearest(name: str, known: list[str]) -> str:
 
 
 def check_ranges(modules: Modules, own: Mapping[str, Tensor], saved: Collection[str]) -> None:
-    """Raise ValueError if scales would be set from float weights, and the parameters that train them are sharded."""
+    """Raise ValueError if scales would be set from float weights but their parameters are sharded."""
     quantizers = _inside(modules, TensorQuantizer)
     sharded = [name for name, tensor in own.items() if _owner(name) in quantizers and is_sharded(tensor)]
     if sharded and not any(_owner(name) in quantizers for name in saved):
         raise ValueError(
-            f"it is a state dict of the float model, and fully_shard has divided the scale {sharded[0]!r}, which its weights "
-            f"would set; load it before fully_shard"
+            f"it is a state dict of the float model, whose weights would set the scale {sharded[0]!r}, but fully_shard has "
+            "sharded that scale; load it before fully_shard"
         )
 
 
 def check_shapes(modules: Modules, own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if an entry has another shape; a quantizer takes its number of channels from a state dict."""
+    """Raise ValueError if an entry has another shape; a quantizer adopts the number of channels of a state dict."""
     quantizers = _inside(modules, Quantizer)
     differing = [
         f"{name!r} has shape {shapes[name]}, in the model {tuple(tensor.shape)}"
@@ -112,4 +112,4 @@ def check_shapes(modules: Modules, own: Mapping[str, Tensor], shapes: Mapping[st
         if name in shapes and shapes[name] != tuple(tensor.shape) and _owner(name) not in quantizers
     ]
     if differing:
-        raise ValueError(f"{some(differing, 3)}; build the model as it was when it was saved")
+        raise ValueError(f"{some(differing, 3)}; build the same model as when it was saved")

@@ -1,9 +1,9 @@
-"""A checkpoint as a folder that all processes write together, by torch.distributed.checkpoint in files of safetensors.
+"""Checkpoints as a folder that all processes write together, with torch.distributed.checkpoint in safetensors files.
 
     folder/checkpoint.json        the record, dtype and shape of each tensor, and the size of each file; written last
-    folder/data-HOST.PID.RANDOM/  what torch.distributed.checkpoint.HuggingFaceStorageWriter writes: a file for each process
+    folder/data-HOST.PID.RANDOM/  files of torch.distributed.checkpoint.HuggingFaceStorageWriter, one per process
 
-The index names the data that belongs to it, so that a folder always holds the latest complete checkpoint.
+The index names its data folder, so the folder always holds the latest complete checkpoint.
 """
 
 import json
@@ -31,10 +31,10 @@ DATA = "data-"
 
 
 def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) -> None:
-    """Write a folder; every process must call this. If it cannot be written, the checkpoint that was there stays.
+    """Write a folder; every process must call this. If writing fails, an existing checkpoint is kept.
 
-    What is not sharded comes from rank 0. Ranks may have other buffers, such as running statistics, until
-    DistributedDataParallel replaces them by rank 0's.
+    Tensors that are not sharded come from rank 0. Other ranks may have different buffers, such as running statistics, until
+    DistributedDataParallel broadcasts rank 0's.
     """
     own = {
         name: t for name, t in tensors.items() if rank() == 0 or is_sharded(t) or name == f"{OWN}{random_name(rank())}"
@@ -63,7 +63,7 @@ def write_folder(tensors: Mapping[str, Tensor], record: Record, folder: Path) ->
 
 
 def _data_of(folder: Path) -> str:
-    """Return the name of the data that belongs to the index of a folder; "" without one."""
+    """Return the name of the data folder of an index; "" without an index."""
     try:
         return str(json.loads((folder / INDEX).read_bytes())["data"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -71,9 +71,9 @@ def _data_of(folder: Path) -> str:
 
 
 def _remove_others(folder: Path, data: Path, replaced: str) -> None:
-    """Remove the data that the index had before, and what ended processes have left; not what others write at present.
+    """Remove the previous data, and data of ended processes, but not data that others are writing.
 
-    Two processes may save into one folder: the index of the one that is later names its data, which must stay.
+    If two processes save into one folder, the later index names its own data, which must be kept.
     """
     for other in folder.glob(f"{DATA}*"):
         if other != data and (other.name == replaced or is_abandoned(other, DATA)):
@@ -87,12 +87,12 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
 def _dtype(name: object) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"its index names the dtype {str(name)!r}, which torch does not have")
+        raise ValueError(f"its index names the unknown dtype {str(name)!r}")
     return found
 
 
 class Folder:
-    """A folder to read; ValueError if its index is not one, or its data does not belong to the index."""
+    """A folder to read; ValueError if its index is invalid, or its data does not match the index."""
 
     def __init__(self, folder: Path) -> None:
         values = parsed((folder / INDEX).read_bytes())
@@ -102,12 +102,12 @@ class Folder:
         self.dtypes = {name: _dtype(dtype) for name, (dtype, _) in sizes.items()}
         name = str(values.get("data"))
         if Path(name).name != name or not name.startswith(DATA):
-            raise ValueError(f"its index names the data {name!r}, which is no folder of a checkpoint")
+            raise ValueError(f"its index names the data {name!r}, which is not a data folder of a checkpoint")
         self.data = folder / name
         self.files = _entry(values, "files")
 
     def read(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the shape, the device and the distribution of others, in the dtype in which they were saved."""
+        """Return tensors with the shape, device and distribution of given ones, in the saved dtype."""
         with raising_on_all_ranks("load_checkpoint"):
             if rank() == 0:
                 self._check_complete()
@@ -123,13 +123,13 @@ class Folder:
             file = self.data / Path(name).name
             if not file.is_file() or file.stat().st_size != size:
                 found = f"has {file.stat().st_size} bytes" if file.is_file() else "is missing"
-                raise ValueError(f"its file {str(file)!r} {found}, and had {size} bytes when it was written")
+                raise ValueError(f"its file {str(file)!r} {found}, but had {size} bytes when it was written")
         metadata = HuggingFaceStorageReader(path=str(self.data)).read_metadata()
         for name, shape in self.shapes.items():
             written = metadata.state_dict_metadata.get(name)
             held = sum(prod(c.sizes) for c in written.chunks) if isinstance(written, TensorStorageMetadata) else None
             if held != prod(shape):
-                raise ValueError(f"its files do not hold all of the tensor {name!r}")
+                raise ValueError(f"its files do not hold the complete tensor {name!r}")
 
 
 def _entry(values: Mapping[str, object], name: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _entry(values: Mapping[str, object], name: str) -> dict[str, Any]:
 
 @contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
-    """Raise the errors of torch.distributed.checkpoint, which are no Exceptions, as RuntimeError with each rank's reason."""
+    """Raise errors of torch.distributed.checkpoint, which are not Exceptions, as RuntimeError with each rank's reason."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # no_dist says so

@@ -1,4 +1,4 @@
-"""Loading: everything is checked before the first tensor is written, and an error later brings back what was there."""
+"""Loading: everything is checked before the first tensor is written, and later errors restore the old state."""
 
 import copy
 from collections import OrderedDict
@@ -30,7 +30,7 @@ SUFFIX = ".safetensors"
 
 
 def opened(path: Path, own: Collection[str]) -> "InMemory | Folder":
-    """Open a checkpoint or a state dict of any kind, for a model whose state dict has these `own` names.
+    """Open a checkpoint or a state dict of any kind, for a model with these `own` names in its state dict.
 
     Raises ValueError: it is damaged, or a pickle of more than tensors.
     """
@@ -43,12 +43,12 @@ def opened(path: Path, own: Collection[str]) -> "InMemory | Folder":
 
         return Folder(path)
     remedy = (
-        ". Its .metadata is a pickle, which may run code and is not loaded: where you trust it, convert it by "
+        ". Its .metadata is a pickle, which can execute arbitrary code and is not loaded: if you trust it, convert it with "
         "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and pass the result"
         if (path / ".metadata").exists()
         else ""
     )
-    raise ValueError(f"the folder has no {INDEX}, so it is no complete checkpoint of save_checkpoint{remedy}")
+    raise ValueError(f"the folder has no {INDEX}, so it is not a complete checkpoint of save_checkpoint{remedy}")
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Loading:
 
     @property
     def random_key(self) -> str | None:
-        """The name of the states of this process's random number generators, where they are to be restored."""
+        """The name of this process's random number generator states, if they are restored."""
         key = f"{OWN}{random_name(rank())}"
         fits = self.record.ranks == ranks() and key in self.source.shapes
         return key if fits and self.optimizer is not None else None
@@ -114,7 +114,7 @@ class Loading:
             check_known("name in state", name, self.record.state)
             if "object" not in self.record.state[name]:
                 raise ValueError(
-                    f"state[{name!r}] was saved as a plain value, but an object with a state dict was passed"
+                    f"state[{name!r}] was saved as a plain value, but state has an object with a state dict"
                 )
 
     def _optimizer_tree(self) -> OptimizerTree:
@@ -148,7 +148,7 @@ class Loading:
         return torch.empty(self.source.shapes[self.record.aliases.get(name, name)])
 
     def load(self) -> dict[str, object]:
-        """Load what was read; return the values that are not objects. If anything raises, all is as before."""
+        """Load the tensors; return the values that are not objects. If an error is raised, nothing is changed."""
         loaded = OrderedDict(
             (name, self.tensors[self.record.aliases.get(name, name)])
             for name in self.shapes
@@ -172,7 +172,7 @@ class Loading:
         return {name: value for name, value in self.values.items() if "value" in self.record.state[name]}
 
     def unused(self) -> list[str]:
-        """Return what the checkpoint holds beside the model, and was not asked for."""
+        """Return the unused contents of the checkpoint besides the model."""
         of_optimizer = ["optimizer"] if self.record.optimizer and self.optimizer is None else []
         return of_optimizer + [n for n, tree in self.record.state.items() if "object" in tree and n not in self.state]
 
@@ -183,7 +183,7 @@ def _content(tree: Mapping[str, Json]) -> Json:
 
 
 def _fitting(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a tensor to read one of this shape into: distributed like another one if that has this shape."""
+    """Return a tensor of this shape to read into: `like` itself if the shapes match, else an empty one."""
     return like if tuple(like.shape) == shape else torch.empty(shape)
 
 
@@ -200,7 +200,7 @@ def _restored_on_error(objects: Collection[Stateful], optimizer: Optimizer | Non
         raise
 
 
-# ---- parameters are loaded without a copy of what they had: their memory is written last, when nothing can fail any more
+# ---- parameters are loaded without a backup copy: their memory is written last, when no step can fail
 
 
 def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -209,17 +209,17 @@ def copy_each(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
-# torch's own, not documented, copies in one call, which Ctrl-C does not interrupt.
+# This undocumented function of torch copies in one call, which Ctrl-C does not interrupt.
 COPY = getattr(torch, "_foreach_copy_", copy_each)
 
 
 @contextmanager
 def loaded_aside(model: nn.Module, loaded: dict[str, Tensor]) -> Iterator[None]:
-    """Let parameters have the memory of their loaded values in a `with` block, and copy these into their own at its end.
+    """Let parameters use the memory of their loaded values in a `with` block, and copy the values at its end.
 
-    In the block `load_state_dict(loaded)` finds these values loaded, and hooks of modules see them. If the block raises, the
-    parameters get their own memory back, into which nothing was written. Parameters of another type, device or shape than
-    their values are copied before the block, and restored.
+    In the block, `load_state_dict(loaded)` has nothing to copy, and hooks of modules see the loaded values. If the block
+    raises, the parameters get their own, unchanged memory back. Parameters with another type, device or shape than their values
+    are backed up before the block, and restored.
     """
     aside: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by the identity of the value: one value is aside once
     others = []

@@ -1,4 +1,4 @@
-"""The state of an optimizer, by the names of the model's parameters."""
+"""The state of an optimizer, by parameter name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -33,23 +33,23 @@ def optimizer_tree(model: nn.Module, optimizer: Optimizer, keep: Keep) -> Optimi
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, tree: OptimizerTree) -> None:
-    """Raise ValueError unless an optimizer has the type, and the parameters in the groups, of the one that was saved."""
+    """Raise ValueError unless an optimizer has the type and the parameter groups of the saved one."""
     own = _names_in_groups(model, optimizer, "load_checkpoint")
     if tree["type"] != type(optimizer).__name__:
         raise ValueError(
-            f"its optimizer is {tree['type']}, got {type(optimizer).__name__}; build the optimizer that was saved, or pass none"
+            f"its optimizer is {tree['type']}, got {type(optimizer).__name__}; build the saved type, or pass optimizer=None"
         )
     if own != tree["groups"]:
         mine, theirs = ({name for names in groups for name in names} for groups in (own, tree["groups"]))
         differing = sorted(mine ^ theirs)
-        why = f"only one of both trains {some(differing)}" if differing else "they are in other groups or another order"
+        why = f"only one of the two trains {some(differing)}" if differing else "their groups or their order differ"
         raise ValueError(
-            f"the optimizer's parameters are not those that were saved: {why}; build the same parameter groups"
+            f"the optimizer's parameters differ from the saved ones: {why}; build the same parameter groups"
         )
 
 
 def shaped_like(model: nn.Module, tree: OptimizerTree) -> dict[str, Tensor]:
-    """Return the parameter that each tensor of the state may be shaped and distributed like, by the tensor's key."""
+    """Return for each tensor of the state, by key, the parameter with its shape and distribution."""
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     for name, state in tree["states"].items():
@@ -62,7 +62,7 @@ def shaped_like(model: nn.Module, tree: OptimizerTree) -> dict[str, Tensor]:
 
 
 def optimizer_state(tree: OptimizerTree, take: Callable[[str], Tensor]) -> dict[str, object]:
-    """Return the state dict of an optimizer whose groups have the parameters of the one that was saved."""
+    """Return the state dict of an optimizer with the parameter groups of the saved one."""
     names = [name for group in tree["groups"] for name in group]
     number_of = {name: number for number, name in enumerate(names)}
     states = {
@@ -81,7 +81,7 @@ def _names_in_groups(model: nn.Module, optimizer: Optimizer, what: str) -> list[
     lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if lost:
         raise ValueError(
-            f"{what}: the optimizer has {len(lost)} parameters that the model does not have, the first of shape "
+            f"{what}: the optimizer has {len(lost)} parameters that are not in the model, the first of shape "
             f"{tuple(lost[0].shape)}; pass the optimizer of this model."
         )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -1,6 +1,6 @@
-"""What a checkpoint says beside its tensors: a JSON object with a version, in a file's metadata or a file of its own.
+"""The record of a checkpoint: a JSON object with a version, in a file's metadata or in a separate file.
 
-Values of Python are JSON in it, with their tensors beside them: nothing in a checkpoint is a pickle.
+Python values are stored as JSON, and their tensors separately: nothing in a checkpoint is a pickle.
 """
 
 import json
@@ -22,7 +22,7 @@ Metadata = Mapping[str, dict[str, object]]  # of a state dict, by the names of m
 
 
 class OptimizerTree(TypedDict):
-    """The state of an optimizer as JSON, by the names of the model's parameters."""
+    """The state of an optimizer as JSON, by parameter name."""
 
     type: str
     groups: list[list[str]]
@@ -32,15 +32,15 @@ class OptimizerTree(TypedDict):
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a checkpoint. A state dict has none, and gets the defaults."""
+    """The record of a checkpoint. For a state dict without a record, the defaults apply."""
 
     modules: Metadata = field(default_factory=dict)  # the metadata of the model's state dict
-    # entries of the state dict that are the same tensor as another one
+    # entries of the state dict that share the tensor of another one
     aliases: dict[str, str] = field(default_factory=dict)
     backend: str | None = None  # the backend that the model was prepared for; None if it was not
     mapping: str | None = None  # the user's QConfigMapping as JSON; None without one
     optimizer: OptimizerTree | None = None
-    # what the caller gave, by name: each under its kind, "object" or "value"
+    # the caller's state by name: each under its kind, "object" or "value"
     state: dict[str, dict[str, Json]] = field(default_factory=dict)
     ranks: int = 0  # the number of processes that saved it
     qtoolkit: str = ""  # the version of the package that wrote it
@@ -48,20 +48,20 @@ class Record:
     version: int | None = None  # the version of this record; None of a state dict
 
     def to_json(self, **more: object) -> str:
-        """Return the record as JSON, with more entries for the caller."""
+        """Return the record as JSON, with additional entries."""
         modules = encode(self.modules, "the metadata of the state dict")
         return json.dumps({**vars(self), "modules": modules, **more})
 
     @classmethod
     def from_values(cls, values: object) -> Self:
-        """Return the record of a JSON object; ValueError if it is of a later version, or not a record."""
+        """Return the record of a JSON object; ValueError if its version is newer, or it is not a record."""
         if not isinstance(values, Mapping):
             raise ValueError(f"its record is not a JSON object but {type(values).__name__}")
         version = values.get("version")
         if type(version) is int and version > VERSION:
             raise ValueError(
                 f"it has version {version}, written by qtoolkit {values.get('qtoolkit')}; this qtoolkit reads versions up to "
-                f"{VERSION}: install the later one"
+                f"{VERSION}: install the newer one"
             )
         kinds = {"aliases": dict, "state": dict, "version": int, "ranks": int}
         wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
@@ -88,8 +88,8 @@ def parsed(text: str | bytes) -> Any:
 def encode(value: object, where: str, keep: Callable[[Tensor], str] | None = None) -> Json:
     """Return a value as JSON: numbers, strings, None and tensors, in lists, tuples, dicts and Counters.
 
-    `where` says what the value is; `keep` stores a tensor and returns its key. Raises TypeError for an object of another type,
-    and for a tensor without `keep`.
+    `where` describes the value for errors; `keep` stores a tensor and returns its key. Raises TypeError for an object of
+    another type, and for a tensor without `keep`.
 
     Example:
         >>> encode({"betas": (0.9, 0.99)}, "options")
@@ -111,7 +111,7 @@ def encode(value: object, where: str, keep: Callable[[Tensor], str] | None = Non
         return {kind: [[encode(k, where, keep), encode(v, where, keep)] for k, v in value.items()]}
     raise TypeError(
         f"save_checkpoint: {where} holds a {type(value).__name__}; a checkpoint holds numbers, strings, None and tensors, in "
-        f"lists, tuples and dicts. Leave it out of the state, or convert it."
+        "lists, tuples and dicts. Remove it from the state, or convert it."
     )
 
 
@@ -125,11 +125,11 @@ def decode(tree: object, take: Callable[[str], Tensor] | None = None) -> Any:
         ((kind, content),) = tree.items()
         if kind == "tensor":
             if take is None:
-                raise ValueError(f"its record names the tensor {str(content)!r} in a place that has none")
+                raise ValueError(f"its record refers to the tensor {str(content)!r} where no tensor is allowed")
             return take(content)
         if kind == "tuple":
             return tuple(decode(item, take) for item in content)
         if kind in ("dict", "counter"):
             items = {decode(key, take): decode(item, take) for key, item in content}
             return items if kind == "dict" else Counter(items)
-    raise ValueError(f"its record has a value that no checkpoint has: {str(tree)[:60]}")
+    raise ValueError(f"its record has an invalid value: {str(tree)[:60]}")

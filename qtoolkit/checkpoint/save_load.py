@@ -25,14 +25,14 @@ from qtoolkit.version import __version__
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` found. It prints as lines.
+    """The result of `load_checkpoint`; prints as text.
 
     Attributes:
         path: The file or the folder.
         state: The values that were saved by `state=`, by name, except for objects.
-        missing: Entries of the model that the checkpoint does not have; they are as before.
-        unexpected: Entries of the checkpoint that the model does not have.
-        unused: What the checkpoint holds beside the model, and was not asked for: "optimizer", or names of the state.
+        missing: Entries of the model that are not in the checkpoint; they are unchanged.
+        unexpected: Entries of the checkpoint that are not in the model.
+        unused: Other contents of the checkpoint that were not loaded: "optimizer", or names of the state.
         random: Whether the random number generators were restored.
         backend: The name of the backend that the saved model was prepared for, if any.
         mapping: The QConfigMapping of the saved model as JSON, if it had one.
@@ -51,7 +51,7 @@ class Checkpoint:
 
     def __str__(self) -> str:
         what = "a state dict" if self.version is None else f"a checkpoint of version {self.version}"
-        names = {"not in it": self.missing, "not in the model": self.unexpected, "not asked for": self.unused}
+        names = {"not in it": self.missing, "not in the model": self.unexpected, "not loaded": self.unused}
         lines = [f"{title}: {some(each)}" for title, each in names.items() if each]
         return "\n".join([f"loaded {str(self.path)!r}, {what}", *lines])
 
@@ -62,27 +62,28 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     state: Mapping[str, object] | None = None,
 ) -> None:
-    """Save a model, and its training, without pickles.
+    """Save a model, and optionally the state of its training, without pickles.
 
-    A path that ends in ".safetensors" is one file, which rank 0 writes. Any other path is a folder, into which every process of
-    the group writes its own part by torch.distributed.checkpoint: for models that are sharded by `fully_shard`, and for any
-    number of processes that load it. In a process group every rank must call this. What was there stays until all is written;
-    if a process is killed or the disk is full, it stays.
+    A path that ends in ".safetensors" is a single file, written by rank 0. Any other path is a folder, into which every process
+    of the group writes its own part with torch.distributed.checkpoint: it supports models sharded by `fully_shard`, and any
+    number of processes can load it. In a process group every rank must call this. An existing checkpoint is replaced only after
+    everything is written, so it survives if a process is killed or the disk is full.
 
     Args:
-        model: A prepared, replaced, converted or float model, also in DistributedDataParallel, fully_shard or torch.compile.
+        model: A prepared, replaced, converted or float model, optionally in DistributedDataParallel, fully_shard or
+            torch.compile.
         path: A file that ends in ".safetensors", or a folder.
         optimizer: Also save its state, and the states of the random number generators of each process.
-        state: What else the training needs to go on, by name: objects with `state_dict` and `load_state_dict`, such as
-            learning rate schedules, `qtoolkit.tuning.QuantizationSchedule` and GradScaler; and values of numbers, strings, None
-            and tensors, in lists, tuples and dicts. Rank 0's is saved, except for tensors sharded by fully_shard.
+        state: Additional state for resuming, by name: objects with `state_dict` and `load_state_dict`, such as learning rate
+            schedules, `qtoolkit.tuning.QuantizationSchedule` and GradScaler; and values of numbers, strings, None and tensors,
+            in lists, tuples and dicts. The state of rank 0 is saved, and all shards of tensors sharded by fully_shard.
 
     Raises:
-        TypeError: The model is not a module, the path is none, or the state holds an object of another kind.
-        ValueError: The optimizer is another model's, a sharded model is to be saved as one file, or a parameter or a
-            statistic of a batch norm is not finite. What was there stays.
+        TypeError: The model is not a module, the path is not a path, or the state holds an unsupported object.
+        ValueError: The optimizer belongs to another model, a sharded model would be saved as one file, or a parameter or a
+            statistic of a batch norm is not finite. An existing checkpoint is kept.
         OSError: The file or the folder cannot be written.
-        RuntimeError: It failed on another rank, which is named.
+        RuntimeError: It failed on another rank, named in the message.
 
     Example:
         >>> import tempfile
@@ -118,27 +119,27 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load a checkpoint of `save_checkpoint`, or a state dict, into a model.
 
-    Names, shapes and configs are checked before anything is loaded. If anything raises, the model, the optimizer and the
-    objects are as before. A training that loads its checkpoint goes on bit for bit on the same number of processes.
+    Names, shapes and configs are checked before anything is loaded. If an error is raised, the model, the optimizer and the
+    objects are unchanged. On the same number of processes, a resumed training gives bit-identical results.
 
     Args:
-        model: The model, as `save_checkpoint` takes it. Into a prepared model the state dict of its float model can be loaded,
-            whose weights give the weights' ranges; calibrate afterwards.
-        path: A file or a folder of `save_checkpoint`, also of another number of processes. Or a state dict, of this model or of
-            its float model, in a file of safetensors or of torch.save (a dict with it as "state_dict", "model_state_dict" or
-            "model" is accepted). Files of torch.save are read with weights_only=True: no code in them runs.
+        model: The model, as for `save_checkpoint`. A prepared model also accepts the state dict of its float model, from which
+            it computes the weights' ranges; calibrate afterwards.
+        path: A file or a folder of `save_checkpoint`, also from another number of processes. Or a state dict of this model or
+            of its float model, in a safetensors or torch.save file (also inside a dict as "state_dict", "model_state_dict" or
+            "model"). torch.save files are read with weights_only=True, so pickled objects are not executed.
         optimizer: Load its state too, and the random number generators of each process.
         state: The objects of `save_checkpoint` to load, by name.
-        strict: Raise an error for entries that only the model or only the checkpoint has; False loads the others.
+        strict: Raise an error for entries that only the model or only the checkpoint has; False loads the other entries.
 
     Returns:
-        The values that were saved, and what was not loaded.
+        The saved values, and the names of everything that was not loaded.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or a pickle of more than tensors; it is that of another model, config, optimizer or
-            state; a later version wrote it; or a parameter or a statistic of a batch norm in it is not finite.
-        RuntimeError: It failed on another rank, which is named.
+        ValueError: The file is damaged, is a pickle of more than tensors, belongs to another model, config, optimizer or state,
+            or has a newer version; or a parameter or a statistic of a batch norm in it is not finite.
+        RuntimeError: It failed on another rank, named in the message.
 
     Example:
         >>> import tempfile
@@ -185,7 +186,7 @@ def _place_to_save(path: object) -> Path:
 
 def _place_to_load(path: object) -> Path:
     if not is_path(path):
-        loads = "; a state dict is loaded by model.load_state_dict" if isinstance(path, Mapping) else ""
+        loads = "; load a state dict with model.load_state_dict" if isinstance(path, Mapping) else ""
         raise TypeError(
             f"load_checkpoint: path must be a file or a folder of save_checkpoint, or a file of a state dict, got "
             f'{shown(path)}; write path="last{SUFFIX}"{loads}.'
@@ -208,7 +209,7 @@ def _check_extra() -> None:
 
 @contextmanager
 def _about(path: Path) -> Iterator[None]:
-    """Begin errors about the content of a checkpoint with its name."""
+    """Prefix errors about the content of a checkpoint with its name."""
     try:
         yield
     except ValueError as error:
@@ -217,7 +218,7 @@ def _about(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _damaged() -> Iterator[None]:
-    """Raise ValueError for what a record of wrong types leads to."""
+    """Raise ValueError for errors caused by a record with wrong types."""
     try:
         yield
     except (KeyError, AttributeError, IndexError, TypeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The command line: runs a command on each file, prints what it finds, and returns the exit code; the package does the work."""
+"""The command line: run a command on each file, print the findings, and return the exit status."""
 
 import argparse
 import os
@@ -18,14 +18,14 @@ COMMANDS = {"quantize": quantize, "lint": lint, "verify": verify, "info": info}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, by default with the arguments of the process.
 
-    Returns the exit code: 0 if nothing was found, 1 for findings, 2 for bad input, 130 after Ctrl-C, 141 if the reader of a
-    pipe closed it; of several files, the highest.
+    Returns the exit status: 0 for no findings, 1 for findings, 2 for bad input, 130 after Ctrl-C, 141 if the reader of a pipe
+    closed it. For several files it is the highest.
     """
     return run(qtoolkit_command.parser().parse_args(argv))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command of parsed arguments; return the exit code, as `main` does."""
+    """Run the command of parsed arguments; return the exit status of `main`."""
     worst = NOTHING_FOUND
     for file in getattr(arguments, "files", []) or [None]:
         worst = max(worst, _run(argparse.Namespace(**{**vars(arguments), "file": file})))

@@ -1,4 +1,4 @@
-"""What the commands find, as JSON and as tables."""
+"""The results of the commands, as JSON and as tables."""
 
 import argparse
 import contextlib
@@ -42,14 +42,14 @@ PACKAGES = ("numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "torchvisi
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command prints: data as JSON, or a table for people; and whether it found something."""
+    """The output of a command: JSON data and a text table; and whether there are findings."""
 
     data: tables.Data
     table: Callable[[], str]
     found: bool = False
 
     def json(self) -> str:
-        """Return the data as JSON, on several lines."""
+        """Return the data as indented JSON."""
         return json.dumps(self.data, indent=2)
 
 
@@ -83,7 +83,7 @@ def _beside_float16(found: EngineEstimate) -> tables.Data:
 
 
 def verify(arguments: argparse.Namespace) -> Answer:
-    """Compare the codes that runtimes compute from a file."""
+    """Compare the quantized values of runtimes for a file."""
     if not 0 <= arguments.allow <= 1:
         raise ValueError(f"--allow must be a share between 0 and 1, got {arguments.allow}.")
     runtimes = tuple(arguments.runtime or (name for name in EXECUTES if RUNTIMES[name].is_installed))
@@ -96,7 +96,7 @@ def verify(arguments: argparse.Namespace) -> Answer:
 
 
 def info(arguments: argparse.Namespace) -> Answer:
-    """Describe a file, or this installation."""
+    """Describe a file, or the installation."""
     if arguments.file is None:
         found = environment()
         return Answer(found, lambda: tables.environment(found))
@@ -105,7 +105,7 @@ def info(arguments: argparse.Namespace) -> Answer:
 
 
 def environment() -> tables.Data:
-    """Return the versions and the hardware that the package finds."""
+    """Return the versions of packages, and the hardware."""
     devices = range(torch.cuda.device_count())
     return {
         "qtoolkit": __version__,
@@ -126,7 +126,7 @@ def _version(package: str) -> str | None:
 
 
 def counted(count: CodeCount) -> dict[str, int | None]:
-    """Return how many codes were compared and differ, and by how many steps."""
+    """Return the numbers of compared and of differing values, and the largest difference in steps."""
     return {"compared": count.compared, "differing": count.differing, "steps": count.steps}
 
 
@@ -165,13 +165,13 @@ def _arrays(path: str | None) -> dict[str, np.ndarray] | None:
     except FileNotFoundError:
         raise ValueError(f"--inputs: {path!r} does not exist; write it with numpy.savez.") from None
     except (ValueError, OSError, EOFError, AttributeError, TypeError, MemoryError, zipfile.BadZipFile) as error:
-        raise ValueError(f"--inputs: {path!r} is no .npz file of arrays; write it with numpy.savez.") from error
+        raise ValueError(f"--inputs: {path!r} is not a .npz file of arrays; write it with numpy.savez.") from error
 
 
 def _program(path: str | None) -> nn.Module | None:
     if path is None:
         return None
-    refused = f"--model: {path!r} is no program of torch.export; write it with torch.export.save."
+    refused = f"--model: {path!r} is not a torch.export program; write it with torch.export.save."
     if not zipfile.is_zipfile(path):
         raise ValueError(refused)
     try:
@@ -180,7 +180,7 @@ def _program(path: str | None) -> nn.Module | None:
         raise ValueError(refused) from error
 
 
-# ---- a model and batches that Python files have, by `qtoolkit.quantize`
+# ---- `quantize`: a model and batches from Python files
 
 
 def quantize(arguments: argparse.Namespace) -> Answer:
@@ -202,10 +202,10 @@ def quantize(arguments: argparse.Namespace) -> Answer:
 
 
 def load(option: str, reference: str) -> Any:
-    """Return what a module or a file ("path/file.py:name") has under a name; of a function or a class, what a call returns.
+    """Return an object of a module or a file ("path/file.py:name"); a function or a class is called first.
 
-    Python looks for modules in the folder of the file, or in the working folder, first. Raises ValueError, which begins with
-    the option, for a file, module or name that is not there, and for an error of the user's code, whose traceback is printed.
+    Python first searches the folder of the file, or the working folder, for modules. Raises ValueError, which begins with the
+    option: the file, module or name does not exist, or the user's code raises an error, which is printed with its traceback.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -237,13 +237,13 @@ def _module(option: str, place: str) -> ModuleType:
         raise _raised(option, place, error) from error
     if file is not None and Path(module.__file__ or "").resolve() != file:
         raise ValueError(
-            f"{option}: {place!r} has the name of a module that is imported already, {module.__file__}; rename the file."
+            f"{option}: {place!r} has the name of a module that is already imported, {module.__file__}; rename the file."
         )
     return module
 
 
 def _raised(option: str, what: str, error: BaseException) -> ValueError:
-    """Print the traceback of an error in the user's own code, and return the error that ends the command."""
+    """Print the traceback of an error in the user's code, and return the error that ends the command."""
     traceback.print_exception(error)
     return ValueError(f"{option}: {what!r} raised {type(error).__name__}: {first_line(error)}.")
 
@@ -272,7 +272,7 @@ def _data(backend: str, result: QuantizeResult) -> tables.Data:
 
 
 def _counts(result: QuantizeResult) -> dict[str, CodeCount]:
-    """Return the codes that were compared, by what they are of."""
+    """Return the comparisons of quantized values, by name."""
     layers = result.export.verification
     counts = {}
     if layers is not None:

@@ -1,4 +1,4 @@
-"""What commands print for people: tables on a terminal, by rich; elsewhere a line for each row, for grep and cut."""
+"""Text output of commands: tables on a terminal, with rich; otherwise one line per row, for grep and cut."""
 
 import importlib.util
 import io
@@ -19,9 +19,9 @@ SHOWN = 20  # rows of quantizers that differ, on a terminal
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of cells, of which a terminal shows the first ones: elsewhere `file` is the first cell of each line.
+    """Rows of cells. A terminal shows the first `most` rows; otherwise each line starts with `file`.
 
-    A line divides the rows if they are `spaced`, as sentences are.
+    `spaced` rows, such as sentences, are separated by lines.
     """
 
     columns: tuple[str, ...]
@@ -31,13 +31,13 @@ class TextTable:
     most: int = sys.maxsize
 
     def lines(self) -> Iterable[str]:
-        """Return a line for each row: its cells, with tabs between them."""
+        """Return a line for each row: its cells, separated by tabs."""
         for row in self.rows:
             yield "\t".join(" ".join(str(cell).split()) for cell in ((self.file, *row) if self.file else row))
 
 
 def findings(data: Data) -> str:
-    """Return the findings of lint as a table, a line with their number, and how fast an engine may be, beside float16."""
+    """Return the findings of lint as a table, their number, and an engine's estimated speed compared with float16."""
     file, found = data["file"], data["findings"]
     counted = f"{file}: {_count(len(found), 'finding')} for {data['backend']}; {_count(len(data['rules']), 'rule')}."
     return _rendered(_of_findings(found, file), counted, *_beside_float16(data))
@@ -45,7 +45,7 @@ def findings(data: Data) -> str:
 
 def _of_findings(found: Sequence[Data], file: str) -> TextTable:
     rows = [(each["node"], each["rule"], f"{each['message']} {each['remedy']}", each["source"]) for each in found]
-    return TextTable(("node", "rule", "what, and what to do", "source"), rows, file, spaced=True)
+    return TextTable(("node", "rule", "problem and remedy", "source"), rows, file, spaced=True)
 
 
 def _beside_float16(data: Data) -> list[str | TextTable]:
@@ -57,7 +57,7 @@ def _beside_float16(data: Data) -> list[str | TextTable]:
     if estimate["unknown"]:
         sums["left out"] = f"{_count(estimate['unknown'], 'tensor')} of unknown size"
     return [
-        f"{file}: why it is no faster than float16: {_count(len(others), 'finding')}, which the exit code leaves out.",
+        f"{file}: reasons why it is no faster than float16: {_count(len(others), 'finding')} (not counted in the exit status).",
         _of_findings(others, file),
         f"{file}: {estimate['headline']}",
         *(f"{file}: {name}: {value}" for name, value in sums.items()),
@@ -65,7 +65,7 @@ def _beside_float16(data: Data) -> list[str | TextTable]:
 
 
 def codes(data: Data) -> str:
-    """Return the comparison of codes as tables, one for each runtime."""
+    """Return the comparison of quantized values as tables, one for each runtime."""
     file = data["file"]
     return _rendered(*(part for run in data["runtimes"] for part in _codes_of_runtime(file, run)))
 
@@ -76,20 +76,20 @@ def _codes_of_runtime(file: str, run: Data) -> list[str | TextTable]:
     facts = {
         "layers in integers": str(len(run["integer_layers"])),
         "layers in float": str(len(run["float_layers"])),
-        "outputs, largest difference": f"{run['output_difference']:.3g}",
+        "outputs, max abs difference": f"{run['output_difference']:.3g}",
     }
     if run["program_difference"] is not None:
-        facts["outputs, largest difference from the program"] = f"{run['program_difference']:.3g}"
+        facts["outputs, max abs difference from the program"] = f"{run['program_difference']:.3g}"
     if run["saturating"]:
-        facts["layers whose sums saturate on this processor"] = ", ".join(run["saturating"])
+        facts["layers with saturating sums on this processor"] = ", ".join(run["saturating"])
     if run["remark"]:
         facts["remark"] = run["remark"]
     if run["not_compared"]:
-        facts["not compared, as the runtime merged their nodes"] = ", ".join(run["not_compared"])
+        facts["not compared (the runtime merged their nodes)"] = ", ".join(run["not_compared"])
     if rows:
         facts["first difference"] = run["first_difference"]
     return [
-        f"{head} {run['differing']} of {run['compared']} codes differ, by at most {run['steps']} steps",
+        f"{head} {run['differing']} of {run['compared']} quantized values differ, by at most {run['steps']} steps",
         *(f"{head} {name}: {value}" for name, value in facts.items()),
         TextTable(("quantizer", "differing", "of", "steps"), rows, file, most=SHOWN),
     ]
@@ -113,7 +113,7 @@ def description(found: FileDescription) -> str:
 
 
 def quantized(data: Data) -> str:
-    """Return what `quantize` did, and the layers that it left in float."""
+    """Return the result of `quantize`, and the layers that stay in float."""
     file, codes, ranges = data["file"], data["codes"], data["ranges"]
     floats = [(each["layer"], each["kind"], each["reason"]) for each in data["layers"] if each["status"] == "float"]
     count = sum(each["status"] == "quantized" for each in data["layers"])
@@ -122,7 +122,7 @@ def quantized(data: Data) -> str:
         f"{file}: {count} layers and ops quantized, {len(floats)} left in float",
         TextTable(("float layer", "kind", "why"), floats, file),
         f"{file}: {_count(ranges['quantizers'], 'range')} from {ranges['batches']} batches of data",
-        *(f"{file}: {name}: {each['differing']} of {each['compared']} codes differ" for name, each in codes.items()),
+        *(f"{file}: {name}: {each['differing']} of {each['compared']} values differ" for name, each in codes.items()),
         *(f"{file}: in float by the config: {lost}" for lost in data["in_float"]),
         f"{file}: verdict: {data['verdict'] or 'none'}",
         *(f"{file}: {note}" for note in data["notes"]),
@@ -152,7 +152,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _rendered(*parts: str | TextTable) -> str:
-    """Return tables where stdout is a terminal and rich is installed, else lines, of which none is cut or broken."""
+    """Return tables if stdout is a terminal and rich is installed; otherwise lines, never cut or wrapped."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         return _on_terminal(parts)
     return "\n".join(line for part in parts for line in ([part] if isinstance(part, str) else part.lines()))

@@ -1,4 +1,4 @@
-"""Ranges from checkpoints of pytorch-quantization and Model Optimizer, for qtoolkit's models."""
+"""Load ranges from checkpoints of pytorch-quantization and Model Optimizer into qtoolkit's models."""
 
 import re
 import warnings
@@ -30,25 +30,26 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
     model. A `module.` (DataParallel) or `_orig_mod.` (torch.compile) before all keys is ignored. The other keys are an ordinary
     state dict of the float model: load them first, into the float model.
 
-    The range of an input goes to the quantizer from which the layer takes its input. If several layers share that quantizer
-    and their ranges differ, it gets the largest one, with a warning. If a batch norm will be folded into a layer, the range of
-    the weight is multiplied by the norm's factors, which does not change its codes; prepare such a model in training mode.
-    The ranges of a grouped transposed convolution, which its groups share in the checkpoint, are repeated for each group.
+    The range of an input is set in the quantizer before the layer. If several layers share that quantizer and their ranges
+    differ, it gets the largest one, with a warning. If a batch norm will be folded into a layer, the range of the weight is
+    multiplied by the norm's factors, which does not change its quantized values; prepare such a model in training mode. The
+    ranges of a grouped transposed convolution, which its groups share in the checkpoint, are repeated for each group.
 
-    Models of `qtoolkit.compat.pytorch_quantization` do not need this function: their `load_state_dict` takes the checkpoint.
+    Models of `qtoolkit.compat.pytorch_quantization` do not need this function: their `load_state_dict` loads the checkpoint.
 
     Args:
-        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`. It is changed, unless an error is raised.
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`. It is changed in place, unless an error is
+            raised.
         state_dict: The checkpoint.
         strict: Raise if the checkpoint has entries of quantizers that the model does not have. False ignores them.
 
     Returns:
-        The names of the quantizers whose range was set, in the model's order.
+        The names of the quantizers with new ranges, in the model's order.
 
     Raises:
         ValueError: The model has no quantizers, or a range does not fit its quantizer.
-        TypeError: `model` is no module, `state_dict` no mapping, or a range no tensor.
-        KeyError: strict, and the checkpoint has no ranges, or has entries of quantizers that the model does not have.
+        TypeError: `model` is not a module, `state_dict` is not a mapping, or a range is not a tensor.
+        KeyError: With strict=True: the checkpoint has no ranges, or has entries of quantizers that the model does not have.
 
     Example:
         >>> model = qt.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="tensorrt")
@@ -85,7 +86,7 @@ def load_amax(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
 
 
 def _inputs_of(model: nn.Module) -> dict[str, str]:
-    """Return the quantizer of the input of each layer of a graph that has one quantized input."""
+    """Return the input quantizer of each layer of a graph with one quantized input."""
     if not isinstance(model, QuantizedGraphModule):
         return {}
     return {line.name: line.inputs[0] for line in quantization_report(model).layers if len(line.inputs) == 1}
@@ -111,7 +112,7 @@ def _check_all_placed(entries: Mapping[str, object], places: Mapping[str, str | 
 
 
 def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tensor, key: str) -> Tensor:
-    """Return a range with one element, or one for each channel of a quantizer."""
+    """Return a range with one element, or with one element per channel of a quantizer."""
     spec, count = quantizer.spec, quantizer.scale.numel()
     layer = model.get_submodule(place.rpartition(".")[0])
     weighted = layer if isinstance(layer, QuantWeighted) and layer.weight_quantizer is quantizer else None
@@ -133,12 +134,11 @@ def _fitted(model: nn.Module, place: str, quantizer: TensorQuantizer, amax: Tens
 
 
 def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
-    """Return the factor of the linked batch norm on a weight; the checkpoint's range is of the weight without it."""
+    """Return the factor of the linked batch norm on a weight; the checkpoint's range does not include the factor."""
     if layer.batch_norm is None and layer._holds_batch_norm:
         raise ValueError(
-            f"load_amax: the weight of {place!r} has its batch norm folded in, but its range in the checkpoint is that of the "
-            f"weight before folding; prepare the model in training mode, which keeps the batch norm, then call load_amax and "
-            f"eval()."
+            f"load_amax: the weight of {place!r} has its batch norm folded in, but its range in the checkpoint was computed "
+            "before folding; prepare the model in training mode, which keeps the batch norm, then call load_amax and eval()."
         )
     if layer.batch_norm is None:
         return torch.ones(())
@@ -146,7 +146,7 @@ def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
     if factor.numel() != count:
         raise ValueError(
             f"load_amax: the weight of {place!r} is quantized with its batch norm folded, so it needs a range for each of "
-            f"{factor.numel()} output channels, got {count}; use a weight spec with the axis of the output channels."
+            f"{factor.numel()} output channels, got {count}; use a weight spec with axis=0 (the output channels)."
         )
     return factor
 

@@ -1,4 +1,4 @@
-"""Analysis of quantized models: error of each layer, sensitivity of the score to it, drawing, a report, a watch on training."""
+"""Analysis of quantized models: per-layer errors, sensitivity, graph drawing, an HTML report, and statistics of training."""
 
 from qtoolkit.debug.activity import Activity, Hook
 from qtoolkit.debug.compare import compare

@@ -1,4 +1,4 @@
-"""What a quantizer gets and gives in sampled training steps, accumulated on its device without waiting for it, and written."""
+"""Statistics of quantizers in sampled training steps, accumulated on their device without synchronization."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,21 +23,21 @@ SCALARS = ("lowest", "highest", "grid_lowest", "grid_highest", "clipped")  # of 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a watch saw of one quantizer in the sampled steps.
+    """Statistics of one quantizer in the sampled steps.
 
     Attributes:
         name: The quantizer's dotted name.
         spec: Its spec in short form.
-        calls: How many of its forwards were sampled; the values below are None where there is nothing to tell.
-        lowest: The lowest value that it got.
-        highest: The highest value that it got.
+        calls: The number of sampled forwards. The values below are None if they do not exist.
+        lowest: The lowest input value.
+        highest: The highest input value.
         grid_lowest: The lowest value of its grid in the latest sampled call, over all channels.
         grid_highest: The highest value of its grid.
-        clipped: The share of the values that the grid clipped, whose gradient is zero; for integer grids of at most 16 bits.
-        levels: The share of the codes that occurred, in any channel; likewise.
+        clipped: The share of clipped values, which have zero gradient; for integer grids of at most 16 bits.
+        levels: The share of the grid's integers that occurred, in any channel; for integer grids of at most 16 bits.
         gradient: The mean norm of the gradient of its output.
-        scale_gradient: The mean norm of the gradient of its learned scale and zero point, as the optimizer got it.
-        nonfinite: How many of the sampled calls got NaN or infinities.
+        scale_gradient: The mean norm of the gradient of its learned scale and zero point, as seen by the optimizer.
+        nonfinite: The number of sampled calls with NaN or infinite inputs.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Activity:
 
 
 class Hook:
-    """A hook on a module that calls a function. Copies and pickles of the module have one that does nothing."""
+    """A hook on a module that calls a function. In copies and pickles of the module it does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self.function = function
 
     def __call__(self, *args: object) -> None:
-        """Call the function, except in code that is being compiled."""
+        """Call the function, except during compilation."""
         if self.function is not None and not running().compiled:
             self.function(*args)
 
@@ -70,7 +70,7 @@ class Hook:
 
 
 class Recorder:
-    """Accumulates what a quantizer gets and gives; reading it waits for the device. `places` counts calls of a model."""
+    """Accumulates statistics of a quantizer; reading synchronizes with the device. `places` counts calls of a model."""
 
     def __init__(self, name: str, quantizer: TensorQuantizer, places: Iterator[int]) -> None:
         self.name, self.quantizer = name, quantizer
@@ -78,7 +78,7 @@ class Recorder:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the statistics."""
         self.calls = 0
         self.range = RangeObserver(QuantSpec())
         self.grid: Tensor | None = None
@@ -86,7 +86,7 @@ class Recorder:
         self.gradient, self.scale_gradient = _MeanNorm(), _MeanNorm()
 
     def hear(self, quantizer: TensorQuantizer, args: tuple[Tensor, ...], output: Tensor) -> None:
-        """Take in a call in training; of a recomputation, the gradient alone: a forward hook."""
+        """Forward hook: record a call in training; for a recomputation, only the gradient."""
         if quantizer.training and not running().recomputes:
             self._take(args[0].detach())
         if quantizer.training and output.requires_grad:
@@ -103,13 +103,13 @@ class Recorder:
             self.grid = torch.stack([low.min(), high.max()])
 
     def take_scale_gradient(self, factor: Tensor | None) -> None:
-        """Take in the gradients of the quantizer's parameters, multiplied by this loss scale."""
+        """Record the gradients of the quantizer's parameters, which are multiplied by this loss scale."""
         gradients = [p.grad for p in self.quantizer.parameters() if p.grad is not None]
         if gradients:
             self.scale_gradient.add(gradients, factor)
 
     def read(self) -> Activity:
-        """Return what was accumulated."""
+        """Return the accumulated statistics."""
         seen = self.calls > 0 and bool(self.range.lo <= self.range.hi)
         lowest, highest = (float(self.range.lo), float(self.range.hi)) if seen else (None, None)
         low, high = (None, None) if self.grid is None else self.grid.tolist()
@@ -120,14 +120,14 @@ class Recorder:
 
 
 class _MeanNorm:
-    """The mean over calls of the norm of some tensors, without those that are not finite, as under a GradScaler."""
+    """The mean over calls of the norm of some tensors; calls with non-finite norms, as under a GradScaler, are skipped."""
 
     def __init__(self) -> None:
         self.total, self.count = torch.zeros(()), torch.zeros((), dtype=torch.int32)
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor], factor: Tensor | None = None) -> None:
-        """Take in the norm of tensors, as of one vector, divided by the factor; not where it is NaN or infinite."""
+        """Record the norm of tensors, as one vector, divided by the factor; skip NaN and infinity."""
         norms = [_norm(values_of(tensor)) for tensor in tensors]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         norm = norm if factor is None else norm / factor
@@ -136,7 +136,7 @@ class _MeanNorm:
         self.count = self.count.to(norm.device) + finite
 
     def read(self) -> float | None:
-        """Return the mean of the norms; None where there was none."""
+        """Return the mean of the norms; None without norms."""
         count = int(self.count)
         return float(self.total) / count if count else None
 
@@ -148,17 +148,17 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Return the values of a gradient or a parameter: of a sparse one those that it holds, of a sharded one this process's."""
+    """Return the values of a gradient or a parameter: stored values of a sparse tensor, the local shard of a sharded one."""
     local = own_part(tensor)
     values: Tensor = local.coalesce().values() if local.is_sparse else local
     return values
 
 
 class _CodeCounts:
-    """How often each code of an integer grid occurred, and how many values were clipped on each side.
+    """Histogram of the integers of a grid, with the number of clipped values on each side.
 
-    Clipped values count as the codes qmin - 1 and qmax + 1. All codes, moved to start at 0, go to a histogram of integers,
-    which takes in a tensor without waiting for the device.
+    Clipped values count as qmin - 1 and qmax + 1. The integers, shifted to start at 0, go to an integer histogram, which needs
+    no synchronization with the device.
     """
 
     def __init__(self, quantizer: TensorQuantizer) -> None:
@@ -167,7 +167,7 @@ class _CodeCounts:
         self.bounds: tuple[Tensor, Tensor]
 
     def add(self, x: Tensor) -> None:
-        """Count the codes of a tensor, if the quantizer has a range and plainly rounds to integers of at most WIDEST bits."""
+        """Count the quantized values of a tensor, if the quantizer has an integer grid of at most WIDEST bits."""
         quantizer, spec, known = self.quantizer, self.quantizer.spec, self.quantizer.capability_now
         if known.bits is None or known.bits > WIDEST or not known.direct:
             return
@@ -181,7 +181,7 @@ class _CodeCounts:
         ops.observe_histogram_(codes.float().sub_(lowest), self.counts, *self.bounds)
 
     def shares(self) -> tuple[float | None, float | None]:
-        """Return the share of the values that were clipped, and the share of the codes that occurred."""
+        """Return the share of clipped values, and the share of the grid's integers that occurred."""
         spec = self.quantizer.spec
         if self.counts is None or not bool(self.counts.any()):
             return None, None
@@ -196,31 +196,31 @@ class _CodeCounts:
         return clipped, float((counts[1:-1] > 0).sum()) / levels
 
 
-# ---- for TensorBoard, or anything with the same two methods
+# ---- for TensorBoard, or any object with the same two methods
 
 
 @runtime_checkable
 class SummaryWriter(Protocol):
-    """The part of `torch.utils.tensorboard.SummaryWriter` that a watch needs."""
+    """The methods of `torch.utils.tensorboard.SummaryWriter` that a watch needs."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write a number of a step."""
+        """Write a number for a step."""
 
     def add_histogram(self, tag: str, values: Tensor, global_step: int) -> object:
-        """Write the distribution of some numbers of a step."""
+        """Write the distribution of numbers for a step."""
 
 
 def check_writer(writer: object) -> None:
-    """Raise TypeError unless something can be written to."""
+    """Raise TypeError unless the object has a writer's methods."""
     if writer is not None and (isinstance(writer, type) or not isinstance(writer, SummaryWriter)):
         raise TypeError(
-            f"watch: writer must have the methods add_scalar and add_histogram, as torch.utils.tensorboard.SummaryWriter() "
-            f"has, or be None, got {shown(writer)}."
+            "watch: writer must have the methods add_scalar and add_histogram, like torch.utils.tensorboard.SummaryWriter(), "
+            f"or be None, got {shown(writer)}."
         )
 
 
 def write(writer: SummaryWriter, row: Activity, quantizer: TensorQuantizer, step: int) -> None:
-    """Write what a quantizer got in a step, and its scale: of several the distribution."""
+    """Write the inputs of a quantizer in a step, and its scale; several scales as a distribution."""
     if not row.calls:
         return
     for what in SCALARS:

@@ -43,24 +43,24 @@ from qtoolkit.wrapped import unwrapped
 def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progress: bool = True) -> Comparison:
     """Run a float and a quantized model on the same inputs, and compare the outputs of every quantized layer.
 
-    Both models run in eval mode without gradients, on the same random numbers, and no range changes; their modes and the
-    generators of random numbers are restored afterwards. The float model of a model with a graph is traced with the options of
-    `qtoolkit.prepare`; layers inside leaf modules have lines too. Without a graph, the calls of the layers in both models are
+    Both models run in eval mode without gradients, with the same random numbers, and no range changes. Their modes and the
+    random number generators are restored afterwards. In graph mode, the float model is traced with the options of
+    `qtoolkit.prepare`; layers inside leaf modules are included. Without a graph, the calls of the layers in both models are
     compared.
 
     Args:
         float_model: The model that was quantized; its parameters may have changed.
-        quantized: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` (calibrated) or `qtoolkit.convert` returned.
+        quantized: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` (calibrated), or of `qtoolkit.convert`.
         inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor.
         progress: Show a progress bar.
 
     Returns:
-        Cosine and SQNR of each layer alone, accumulated, and of its weight; the worst layer first.
+        Cosine similarity and SQNR of each layer: alone, accumulated, and for its weight; the worst layer first.
 
     Raises:
         TypeError: `quantized` was not prepared, or `float_model` is not a float module.
-        ValueError: The graphs of the models differ; or, without a graph, the models call a layer differently often, or a
-            submodule was prepared separately.
+        ValueError: The graphs of the models differ. Without a graph: the numbers of calls of a layer differ, or a submodule was
+            prepared separately.
         UntraceableError: The float model cannot be traced.
 
     Example:
@@ -80,7 +80,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progre
     values, kwargs = call_arguments(quantized, inputs, "compare: inputs do")
     if kwargs:
         raise TypeError(
-            f"compare: inputs must be given by position for a model with a graph, got {', '.join(map(repr, kwargs))} by name."
+            f"compare: inputs of a graph-mode model must be positional, got {', '.join(map(repr, kwargs))} by name."
         )
     traced = _trace(float_model, quantized, values)
     # Calls of layers inside leaf modules are not in the graph.
@@ -110,7 +110,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progre
 def _check(float_model: object, quantized: object) -> None:
     if not isinstance(quantized, nn.Module) or not named_quantizers(quantized):
         raise TypeError(
-            f"compare: quantized must be what qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert returned, "
+            "compare: quantized must be the result of qtoolkit.prepare, qtoolkit.quant_modules.replace or qtoolkit.convert, "
             f"got {type(quantized).__name__}."
         )
     if not isinstance(float_model, nn.Module) or isinstance(float_model, QuantizedGraphModule):
@@ -118,7 +118,7 @@ def _check(float_model: object, quantized: object) -> None:
 
 
 def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[object, ...]) -> QuantizedGraphModule:
-    """Trace the float model with the options of `prepare`, and split what it split."""
+    """Trace the float model with the options of `prepare`, and split the same modules."""
     how = quantized.plan.tracing if quantized.plan is not None else Tracing()
     traced = trace.run(
         float_model, how.leaf_modules, how.skip, how.concrete_args, example_inputs=values if how.measured else None
@@ -146,7 +146,8 @@ def _counterparts(traced: QuantizedGraphModule, quantized: QuantizedGraphModule)
     lost = [n.name for n in quantized.graph.nodes if not is_quantizer(n) and n.name not in names]
     if lost:
         raise ValueError(
-            f"compare: the float model's graph has no {', '.join(lost)}; pass the model that qtoolkit.prepare was given."
+            f"compare: the float model's graph has no {', '.join(lost)}; pass the float model that was given to "
+            "qtoolkit.prepare."
         )
     return names
 
@@ -203,7 +204,7 @@ class _SideBySide(fx.Interpreter):
         return value
 
     def _entering(self, node: fx.Node) -> Argument:
-        """Return an input of an op: the float value after the quantizers and transparent ops before the op."""
+        """Return an input of an op: the float value, passed through the quantizers and transparent ops before the op."""
         moves = self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
         return self._alone(node) if moves or is_quantizer(node) else clone_tensors(self._float(node))
 
@@ -240,37 +241,37 @@ def _compare_modules(float_model: nn.Module, quantized: nn.Module, inputs: objec
 
 
 def _layers(float_model: nn.Module, quantized: nn.Module) -> list[str]:
-    """Return the names of the quantized layers that both models have."""
+    """Return the names of the quantized layers in both models."""
     for name, part in quantized.named_modules():
         if isinstance(part, QuantizedGraphModule):
             raise ValueError(
-                f"compare: submodule {name!r} was prepared separately, with a graph of its own; compare it with the float "
-                f"model's {name!r}, on its own inputs."
+                f"compare: submodule {name!r} was prepared separately and has its own graph; compare it with {name!r} of the "
+                "float model, on its own inputs."
             )
     known = modules_by_name(float_model)
     names = [line.name for line in quantization_report(quantized).quantized]
     missing = [name for name in names if name not in known]
     if missing:
         raise ValueError(
-            f"compare: the float model has no {', '.join(missing)}; pass the model that "
-            f"qtoolkit.quant_modules.replace was given."
+            f"compare: the float model has no {', '.join(missing)}; pass the float model that was given to "
+            "qtoolkit.quant_modules.replace."
         )
     return names
 
 
 def _batch_norms(float_model: nn.Module, quantized: nn.Module) -> dict[str, str]:
-    """Return the batch norm of the float model that each layer of a chain applies itself, by the layer's name."""
+    """Return the batch norms of the float model that quantized layers include, by the layers' names."""
     known = modules_by_name(float_model)
     pairs = ((head, name) for head, *rest in chains_of(quantized) for name in rest)
     return {head: name for head, name in pairs if name in known and is_batch_norm(known[name])}
 
 
 def _compared(quantized: nn.Module, name: str, last: str, float_calls: Calls, calls: Calls) -> list[LayerComparison]:
-    """Return the comparison of a layer, whose float counterpart ends with the module `last`; nothing if it is not called."""
+    """Return the comparison of a layer; its float counterpart ends with the module `last`. Empty if it is not called."""
     counts = len(float_calls[name]), len(float_calls[last]), len(calls[name])
     if len(set(counts)) > 1:
         raise ValueError(
             f"compare: layer {name!r} is called {counts[0]} times in the float model and {counts[2]} times in the quantized "
-            f"one, so forward branches on values; pass inputs for which both take the same branch."
+            "model, so forward branches on values; pass inputs for which both models take the same branch."
         )
     return [compare_calls(quantized, name, last, float_calls, calls)] if calls[name] else []

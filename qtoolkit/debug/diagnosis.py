@@ -1,4 +1,4 @@
-"""Where NaN, infinities or a lost scale come from: checks before the step of an optimizer, and a second run of the forward."""
+"""Find the origin of NaN, infinities or lost scales: checks before an optimizer step, and a second run of forward."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class _NothingFound(Exception):  # noqa: N818 (not an error: it undoes a run)
 class Diagnosis:
     """Checks of a model in training, with the inputs of its latest forward.
 
-    It is the model itself, without torch.compile's or DistributedDataParallel's module around it.
+    `model` is the model itself, without wrappers of torch.compile or DistributedDataParallel.
     """
 
     def __init__(self, model: nn.Module, before_second_run: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Diagnosis:
         self._call: tuple[tuple[object, ...], dict[str, object], list[torch.autocast]] | None = None
 
     def remember(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Keep the inputs of a forward: a forward pre-hook."""
+        """Forward pre-hook: keep the inputs."""
         if model.training and not running().recomputes:
             self._call = args, kwargs, list(_autocasts(self.model))
 
@@ -55,12 +55,12 @@ class Diagnosis:
         value = float(loss.detach().sum())
         if not math.isfinite(value):
             raise RuntimeError(
-                f"watch: the loss is {value} after {step} steps. {self._origin_in_forward()} {REMEDY}, and go on from the "
-                f"state before this step."
+                f"watch: the loss is {value} after {step} steps. {self._origin_in_forward()} {REMEDY}, and resume from the "
+                "state before this step."
             )
 
     def check_step(self, optimizer: Optimizer, step: int) -> None:
-        """Raise RuntimeError if a gradient is not finite or a learned scale is lost; warn once of each far from its start."""
+        """Raise RuntimeError for non-finite gradients and lost scales; warn once for each scale far from its start."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if getattr(optimizer, "found_inf", None) is not None:
             parameters = []  # under a GradScaler, which lets a fused optimizer skip the step itself
@@ -84,9 +84,9 @@ class Diagnosis:
             return
         bad = [name for key, name in self.names.items() if key in broken] or ["a parameter of another model"]
         raise RuntimeError(
-            f"watch: the gradient of {bad[-1]!r} is not finite after {step} steps, and those of {len(bad) - 1} more of "
-            f"{len(parameters)} parameters. {self._origin_in_forward(bad)} The optimizer has changed nothing in this step. "
-            f"{REMEDY}; in float16, use torch.amp.GradScaler."
+            f"watch: the gradient of {bad[-1]!r} is not finite after {step} steps, like the gradients of {len(bad) - 1} other "
+            f"parameters (of {len(parameters)}). {self._origin_in_forward(bad)} The optimizer has changed nothing in this "
+            f"step. {REMEDY}; in float16, use torch.amp.GradScaler."
         )
 
     def _check_scale(self, name: str, quantizer: TensorQuantizer, step: int) -> None:
@@ -98,29 +98,29 @@ class Diagnosis:
         if bool(lost.any()):
             found = "a value that is not finite" if growth is None else f"{float(growth[lost][0]):.3g} times its start"
             raise RuntimeError(
-                f"watch: the learned scale of quantizer {name!r} has become {found} ({int(lost.sum())} of "
-                f"{lost.numel()} values), after {step} steps. The optimizer has changed nothing in this step. Resume from an "
-                f"earlier state with a lower learning rate of the scales (scale_lr of qtoolkit.parameter_groups)."
+                f"watch: the learned scale of quantizer {name!r} has become {found} ({int(lost.sum())} of {lost.numel()} "
+                f"values), after {step} steps. The optimizer has changed nothing in this step. Resume from an earlier state "
+                "with a lower learning rate for the scales (scale_lr of qtoolkit.parameter_groups)."
             )
 
     # ---- where it starts
 
     def _origin_in_forward(self, parameters: list[str] | None = None) -> str:
-        """Return a sentence on where NaN or infinities start, from a second run of the forward that leaves no trace."""
+        """Return a sentence on where NaN or infinities start, from a second run of forward without side effects."""
         if self._call is None or any(map(is_sharded, self.model.parameters())):
             return "Run the model under qtoolkit.stop_on_nonfinite to find the first quantizer that gets NaN or infinities."
         found = self._run_again()
         if found is not None:
-            return f"In the forward, {found[:1].lower() + found[1:]}"
+            return f"In forward, {found[:1].lower() + found[1:]}"
         if parameters:
             return (
-                f"In the forward all quantizers get finite values, so it starts in the backward, between the loss and "
+                "In forward all quantizers get finite values, so the error starts in backward, between the loss and "
                 f"{parameters[-1]!r}, the last of these parameters."
             )
-        return "In the forward all quantizers get finite values: it starts after the last of them, or in the loss function."
+        return "In forward all quantizers get finite values: the error starts after the last one, or in the loss."
 
     def _run_again(self) -> str | None:
-        """Return the error of the first quantizer that gets NaN or infinities in a second run, or None."""
+        """Return the error of the first quantizer that gets NaN or infinity in a second run, or None."""
         args, kwargs, autocasts = self._call or ((), {}, [])
         self.before_second_run()
         eager, random = torch.compiler.set_stance("force_eager"), random_state_kept(self.model)
@@ -143,7 +143,7 @@ def _growth(quantizer: TensorQuantizer) -> Tensor | None:
 
 
 def _autocasts(model: nn.Module) -> Iterator[torch.autocast]:
-    """Yield a context for each kind of device of the model where autocast is on."""
+    """Yield an autocast context for each device type of the model on which autocast is enabled."""
     for kind in {parameter.device.type for parameter in model.parameters()} - {"meta"}:
         if torch.is_autocast_enabled(kind):
             yield torch.autocast(kind, torch.get_autocast_dtype(kind))

@@ -33,12 +33,12 @@ LARGE = 500  # nodes: the best places and curves for 1,300 take half a minute, s
 def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
     """Write the graph of a model as an SVG file.
 
-    Ops are boxes: green if quantized or fused with a quantized op, gray if they only move values, orange if float, with the
-    reason as tooltip. A layer shows the spec and the range of its weight quantizer. Quantizers are blue ellipses with their
-    spec and range.
+    Ops are boxes: green if quantized or fused with a quantized op, gray for data movement, orange if float, with the reason as
+    a tooltip. A layer shows the spec and the range of its weight quantizer. Quantizers are blue ellipses with their spec and
+    range.
 
     Args:
-        graph_module: What `qtoolkit.prepare` or `qtoolkit.convert` returned, or another GraphModule.
+        graph_module: The result of `qtoolkit.prepare` or `qtoolkit.convert`, or another GraphModule.
         path: The file to write; its folder is created. If a step fails, nothing is written.
 
     Raises:
@@ -64,9 +64,9 @@ def draw(graph_module: fx.GraphModule, path: str | os.PathLike[str]) -> None:
 
 
 def picture_of(gm: fx.GraphModule, folded: Mapping[fx.Node, str] | None = None) -> bytes:
-    """Return the graph of a model as SVG. The title of a node's group is its name, and its class what `_attributes` says.
+    """Return the graph of a model as SVG. The title of a node's group is its name; its class comes from `_attributes`.
 
-    All nodes that `folded` maps to one block are one box, whose title is the name of the first of them. Raises ImportError:
+    All nodes that `folded` maps to the same block form one box; its title is the name of the first node. Raises ImportError:
     the extra [report] is not installed.
     """
     pygraphviz = needed("pygraphviz", "draw", "report")
@@ -117,7 +117,7 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, str]:
 
 
 def _literal(text: str) -> str:
-    """Return a text that graphviz writes as it is: without escapes, and not as markup."""
+    """Return a text that graphviz writes unchanged: without escapes, and not as markup."""
     text = text.replace("\\", "\\\\")
     return f" {text}" if text.startswith("<") else text
 

@@ -1,4 +1,4 @@
-"""report(): one HTML file with all that is known of a quantized model."""
+"""report(): write an HTML report about a quantized model."""
 
 import base64
 import hashlib
@@ -39,31 +39,30 @@ def report(
     title: str | None = None,
     progress: bool = True,
 ) -> None:
-    """Write what is known of a quantized model as one HTML file, which a browser shows without a network.
+    """Write a report about a quantized model as a single HTML file, which needs no network connection.
 
-    The page has the graph with what is quantized (zoom with the wheel or + and -, move with the pointer or the arrow keys; the
-    pointer or the focus on an op shows range, bits, scale and reason), the weights of each channel with their range, what stays
-    in float and why, and sizes. What else it has depends on the arguments; its end names what is left out. The model is not
-    changed.
+    The page shows the graph with the quantized ops, the weights of each channel with their ranges, the ops that stay in float
+    and why, and sizes. In the graph, zoom with the wheel or + and -, move with the pointer or the arrow keys; hover over an op
+    or focus it for its range, bits, scale and reason. The arguments add further sections; the last section lists omitted ones.
+    The model is not changed.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. One without a graph
-            gets a tree of its modules in place of the graph.
-        inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor, such as a batch of real data: for histograms
-            with the share that each range clips, and for multiplications and bit operations. None, or `report(model, path)`,
-            leaves them out.
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`. For a model without a
+            graph, the page shows its module tree.
+        inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor, such as a batch of real data. They are needed for
+            histograms, clipped shares, multiplications and bit operations; None, or `report(model, path)`, omits these.
         path: The file to write; its folder is created. If a step fails, nothing is written.
-        float_model: The model that was quantized: with `inputs`, for the error of each layer (see `compare`).
+        float_model: The original float model: with `inputs`, for the error of each layer (see `compare`).
         accuracy: A table to show: a dict of scores, or a list of dicts with the same keys.
         sensitivity: The result of `sensitivity`.
         verification: The result of `qtoolkit.export_onnx`, `qtoolkit.export.verify` or `verify_onnx`.
-        title: The title of the page; None for the name of the model's class.
+        title: The title of the page; None means the name of the model's class.
         progress: Show a progress bar.
 
     Raises:
         TypeError: An argument is of a wrong type, the model has no quantizer, or the inputs do not match its forward.
         ValueError: `float_model` is given without `inputs`, or is not the model that was quantized (see `compare`).
-        RuntimeError: With inputs: a quantizer has no range yet.
+        RuntimeError: With inputs: a quantizer is not calibrated.
 
     Example:
         >>> import tempfile
@@ -94,7 +93,7 @@ def report(
 
 def _check(inputs: object, float_model: object, accuracy: object, sensitivity: object, verification: object) -> None:
     if float_model is not None and inputs is None:
-        raise ValueError("report: float_model is compared on inputs; pass inputs too, such as a batch of real data.")
+        raise ValueError("report: float_model requires inputs; pass inputs too, such as a batch of real data.")
     rows = [accuracy] if isinstance(accuracy, Mapping) else accuracy
     if rows is not None and (
         not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows)
@@ -104,12 +103,12 @@ def _check(inputs: object, float_model: object, accuracy: object, sensitivity: o
         )
     for name, value, kind, wanted in (
         ("float_model", float_model, nn.Module, "a torch.nn.Module or"),
-        ("sensitivity", sensitivity, Sensitivity, "what qtoolkit.debug.sensitivity returned, or"),
+        ("sensitivity", sensitivity, Sensitivity, "the result of qtoolkit.debug.sensitivity, or"),
         (
             "verification",
             verification,
             tables.Verified,
-            "what qtoolkit.export_onnx or qtoolkit.export.verify returned, or",
+            "the result of qtoolkit.export_onnx or qtoolkit.export.verify, or",
         ),
     ):
         if value is not None and not isinstance(value, kind):
@@ -168,13 +167,13 @@ def _rendered(
 
 
 def _drawn(model: nn.Module) -> tuple[tuple[picture.Picture, ...], str]:
-    """Return the picture of the graph, or why there is none."""
+    """Return the pictures of the graph, or the reason why there are none."""
     if not isinstance(model, fx.GraphModule):
-        return (), "Module replacement has no graph: these are the modules of the model."
+        return (), "Module replacement has no graph: the modules of the model are shown."
     try:
         return picture.draw_shapes(model), ""
     except ImportError as error:
-        return (), f"The graph is not drawn: {error}. These are the ops by their names."
+        return (), f"The graph cannot be drawn: {error}. The ops are listed by name."
 
 
 def _tree(known: facts.ReportFacts) -> picture.Branch:
@@ -190,7 +189,7 @@ def _tree(known: facts.ReportFacts) -> picture.Branch:
 
 
 def _histograms(known: facts.ReportFacts) -> list[tuple[str, str, charts.Histogram, facts.Values, str]]:
-    """Return the key and the title of each quantizer with a histogram, its chart, its values and how it quantizes."""
+    """Return the key and the title of each quantizer with a histogram, its chart, its values and its spec."""
     found = []
     for name, values in known.values.items():
         quantizer, title = known.quantizers[name], known.titles.get(name, name)
@@ -200,7 +199,7 @@ def _histograms(known: facts.ReportFacts) -> list[tuple[str, str, charts.Histogr
 
 
 def _weights(known: facts.ReportFacts) -> list[tuple[str, charts.Channels, str, str]]:
-    """Return the name of each quantized weight, its chart, how it is quantized, and the key of its layer."""
+    """Return the name of each quantized weight, its chart, its spec, and the key of its layer."""
     found, names = [], {quantizer: name for name, quantizer in known.quantizers.items()}
     layers = {module: name for name, module in known.model.named_modules() if isinstance(module, QuantModule)}
     with torch.no_grad():
@@ -218,7 +217,7 @@ def _weights(known: facts.ReportFacts) -> list[tuple[str, charts.Channels, str, 
 
 
 def _left_out(known: facts.ReportFacts, accuracy: object, verification: object) -> list[tuple[str, str]]:
-    """Return what the page leaves out, and what to pass for it."""
+    """Return the omitted sections, and the argument for each."""
     wanted = [
         ("Accuracy", accuracy, 'accuracy={"float": 0.912, "int8": 0.909}'),
         ("Error of each layer", known.comparison, "float_model= and inputs="),

@@ -1,4 +1,4 @@
-"""sensitivity(): measure how the quantization of each layer affects the score, and leave the most sensitive in float."""
+"""sensitivity(): measure the effect of each layer's quantization on the score, and keep the most sensitive layers in float."""
 
 import math
 import warnings
@@ -35,8 +35,8 @@ class Row:
     Attributes:
         name: The layer's name for QConfigMapping.set_module_name, or the type's name in a mapping's JSON.
         kind: The kind of op.
-        score: The model's score with only this quantized (mode "one"), or with everything else quantized ("all_but_one").
-        drop: By how much quantizing this worsens the score; negative if it improves the score.
+        score: The model's score if only this is quantized (mode "one"), or if everything else is quantized ("all_but_one").
+        drop: How much quantization of this layer or type worsens the score; negative if it improves.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Result of `sensitivity`; prints as a table, and gives a config that leaves the worst rows in float.
+    """Result of `sensitivity`; prints as a table, and creates configs that keep the worst rows in float.
 
     Attributes:
         float_score: The score with all quantizers disabled.
         quantized_score: The score with all quantizers enabled.
         rows: One row for each layer or type, the worst first.
         by: "layer" or "type".
-        types: With by="type", the type, function or tensor method of each row by its name.
+        types: With by="type", the type, function or tensor method of each row, by name.
         mapping: The config that the model was prepared with; None if it was the backend's default.
     """
 
@@ -79,15 +79,15 @@ class Sensitivity:
     def to_qconfig_mapping(
         self, keep_float: int | None = None, budget: float | None = None, base: QConfigMapping | None = None
     ) -> QConfigMapping:
-        """Return a config that leaves the worst rows in float, for `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
+        """Return a config that keeps the worst rows in float, for `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
 
         Pass exactly one of `keep_float` and `budget`.
 
         Args:
-            keep_float: Number of rows to leave in float.
-            budget: Leave the fewest rows in float for which the drops of the others sum to at most this. The sum is an
-                estimate of their combined effect; measure the resulting model.
-            base: Mapping to extend; it is not changed. By default it is the one that the model was prepared with, so that the
+            keep_float: Number of rows to keep in float.
+            budget: Keep as few rows in float as possible such that the drops of the other rows sum to at most this. The sum
+                estimates their combined effect; measure the resulting model.
+            base: Mapping to extend; it is not changed. The default is the mapping that the model was prepared with, so that the
                 other layers keep their specs and observers. Its rules by name or regex take precedence over new rules by type.
 
         Raises:
@@ -95,7 +95,8 @@ class Sensitivity:
         """
         if (keep_float is None) == (budget is None):
             raise ValueError(
-                f"to_qconfig_mapping: give either keep_float or budget, got keep_float={keep_float} and budget={budget}."
+                f"to_qconfig_mapping: pass exactly one of keep_float and budget, got keep_float={keep_float} and "
+                f"budget={budget}."
             )
         count = self._count_within(budget) if keep_float is None else keep_float
         if not 0 <= count <= len(self.rows):
@@ -110,16 +111,16 @@ class Sensitivity:
         return mapping
 
     def _count_within(self, budget: float | None) -> int:
-        """Return the smallest number of worst rows without which the drops sum to at most the budget."""
+        """Return the smallest number of worst rows to remove so that the remaining drops sum to at most the budget."""
         if budget is None or not (math.isfinite(budget) and budget >= 0):
-            raise ValueError(f"to_qconfig_mapping: budget must be a finite drop of at least 0, got {budget}.")
+            raise ValueError(f"to_qconfig_mapping: budget must be finite and at least 0, got {budget}.")
         drops = [row.drop for row in self.rows]
         return next(count for count in range(len(drops) + 1) if math.fsum(drops[count:]) <= budget)
 
 
 @dataclass(frozen=True)
 class _SwitchedTogether:
-    """The quantizers that are switched together: of one layer, or of all layers of one type."""
+    """Quantizers that are switched together: of one layer, or of all layers of one type."""
 
     name: str
     kind: str
@@ -138,19 +139,18 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure how the quantization of each layer, op or type affects a score, by enabling and disabling quantizers.
 
-    `evaluate` gets the model in eval mode; ranges do not change, and the mode is restored afterwards. The quantizers of a
-    layer are those of its weights, of its inputs, and between its internal ops. Quantizers that a custom module calls in its
-    own forward, and those of a submodule that was prepared separately, have no row, because no config of this model controls
+    `evaluate` gets the model in eval mode; ranges do not change, and the mode is restored afterwards. A layer's quantizers
+    include the quantizers of its weights, of its inputs, and between its internal ops. Quantizers that a custom module calls in
+    its own forward, and quantizers of a separately prepared submodule, have no row, because no config of this model controls
     them.
 
     Args:
-        model: What `qtoolkit.prepare` or `qtoolkit.quant_modules.replace` returned, calibrated; or what `qtoolkit.convert`
-            returned.
-        evaluate: Returns the score of a model, such as its accuracy on some batches. It is called len(rows) + 2 times; use
-            torch.no_grad() in it.
+        model: The result of `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`, calibrated; or of `qtoolkit.convert`.
+        evaluate: A function that returns the score of a model, such as its accuracy on some batches. It is called len(rows) + 2
+            times; use torch.no_grad() in it.
         by: "layer" switches each layer, "type" all layers of a type together.
-        mode: "one": one layer is quantized, all others are float. "all_but_one": one layer is float; a quantizer that it
-            shares with another layer stays enabled, as with a config that leaves this layer in float.
+        mode: "one": one layer is quantized, all others are float. "all_but_one": one layer is float; a quantizer that it shares
+            with another layer stays enabled, as in a config that keeps this layer in float.
         names: Names of the rows to measure; None measures all.
         higher_is_better: Whether a higher score is better; False for a loss.
         progress: Show a progress bar.
@@ -159,11 +159,11 @@ def sensitivity(
         The scores, the worst layer first (ties by name).
 
     Warns:
-        UserWarning: A method of `qtoolkit.tuning` has rounded the weights, or corrected the biases: without quantizers they are
-            not those of the float model.
+        UserWarning: A method of `qtoolkit.tuning` has rounded the weights or corrected the biases, so without quantizers the
+            model differs from the float model.
 
     Raises:
-        RuntimeError: A quantizer has no range yet.
+        RuntimeError: A quantizer is not calibrated.
         ValueError: The model has no quantizers to switch, a name or an option is unknown, or a score is not finite.
         TypeError: `model` is not a module, or a score is not a number.
 
@@ -236,8 +236,8 @@ def _units(model: nn.Module, by: By) -> list[_SwitchedTogether]:
             lines[path_of(types[line.name]) if by == "type" else line.name].append(line)
     if not lines:
         raise ValueError(
-            "sensitivity: no layer in it is quantized by a config, only by quantizers that modules call themselves: compare "
-            "scores with and without qtoolkit.disable_quantization."
+            "sensitivity: no layer is quantized by a config, only by quantizers that modules call themselves: compare scores "
+            "with and without qtoolkit.disable_quantization."
         )
     return [
         _SwitchedTogether(
@@ -248,13 +248,13 @@ def _units(model: nn.Module, by: By) -> list[_SwitchedTogether]:
 
 
 def _check(model: nn.Module) -> nn.Module:
-    """Return the model whose quantizers are switched, without a wrapper."""
+    """Return the unwrapped model."""
     model = check_module(model, "sensitivity")
     quantizers = named_quantizers(model)
     if not quantizers:
         raise ValueError(
-            "sensitivity: the model has no quantizers to switch; pass what qtoolkit.prepare, qtoolkit.quant_modules.replace or "
-            "qtoolkit.convert returned."
+            "sensitivity: the model has no quantizers to switch; pass the result of qtoolkit.prepare, "
+            "qtoolkit.quant_modules.replace or qtoolkit.convert."
         )
     for quantizer in quantizers.values():
         if isinstance(quantizer, TensorQuantizer):
@@ -263,17 +263,17 @@ def _check(model: nn.Module) -> nn.Module:
 
 
 def _warn_of_other_weights(model: nn.Module) -> None:
-    """Warn of layers that no longer compute the float model when their quantizers are off."""
+    """Warn about layers that differ from the float model when their quantizers are disabled."""
     layers = dict(model.named_modules())
     for names, have, by in (
-        (rounded_in(layers), "weights that lie on their codes", "reconstruct or gptq"),
-        (corrected_in(layers), "biases that make up for rounding", "bias_correction"),
+        (rounded_in(layers), "rounded weights", "reconstruct or gptq"),
+        (corrected_in(layers), "corrected biases", "bias_correction"),
     ):
         if names:
             warnings.warn(
-                f"sensitivity: the layers {some(names)} have {have}, as after qtoolkit.tuning.{by}: with their quantizers off "
-                f"they are not those of the float model, so that the score in float and the drops are wrong. Measure a model "
-                f"to which such a method was not applied.",
+                f"sensitivity: the layers {some(names)} have {have} (qtoolkit.tuning.{by}): with disabled quantizers they "
+                "differ from the float model, so the float score and the drops are wrong. Measure a model without such a "
+                "method.",
                 stacklevel=3,  # the caller of sensitivity
             )
 

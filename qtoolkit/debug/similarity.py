@@ -1,4 +1,4 @@
-"""What a comparison of two models finds: the similarity of tensors, of outputs, and of layers over their recorded calls."""
+"""Results of a comparison of two models: similarity of tensors, of outputs, and of layers over their recorded calls."""
 
 import math
 from collections import defaultdict
@@ -27,7 +27,7 @@ class Similarity:
         cosine: Cosine similarity; 1 for the same direction.
         sqnr: Signal-to-quantization-noise ratio in dB, 10 log10(|float|^2 / |float - quantized|^2); inf for equal tensors.
 
-    Both are NaN where there is nothing to compare: the tensors differ in shape, as detections do, or there is none.
+    Both are NaN if nothing can be compared: the shapes of the tensors differ, as for detections, or there are no tensors.
     """
 
     cosine: float
@@ -61,8 +61,8 @@ class LayerComparison:
     Attributes:
         name: Dotted name of the layer, or name of the op's node.
         kind: Kind of op.
-        own: Similarity of its output if its inputs come from the float model: the error of this layer alone.
-        accumulated: Similarity of its output in the quantized model, with the error of all layers before it.
+        own: Similarity of its output with inputs from the float model: the error of this layer alone.
+        accumulated: Similarity of its output in the quantized model, including the errors of all layers before it.
         weight: Similarity of its fake-quantized weight and the float weight; None without a quantized weight.
     """
 
@@ -78,9 +78,9 @@ class Comparison:
     """Result of `compare`; prints as a table.
 
     Attributes:
-        layers: The quantized layers, in ascending order of their own SQNR; those with nothing to compare at the end.
-        output: Similarity of the models' outputs: of floating-point tensors, or of integers, such as classes, where there are
-            no others.
+        layers: The quantized layers, in ascending order of their own SQNR; layers with NaN come last.
+        output: Similarity of the models' outputs: of floating-point tensors, or of integers, such as classes, if there are no
+            others.
     """
 
     layers: tuple[LayerComparison, ...]
@@ -88,7 +88,7 @@ class Comparison:
 
     @classmethod
     def of(cls, layers: Iterable[LayerComparison], reference: object, quantized: object) -> "Comparison":
-        """Return the comparison of layers, and of what two models return."""
+        """Return the comparison of layers and outputs of two models."""
         return cls(tuple(sorted(layers, key=_badness)), similarity_of(reference, quantized))
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,13 +116,13 @@ Calls = dict[str, list[RecordedCall]]
 
 
 def _badness(layer: LayerComparison) -> tuple[bool, float]:
-    """Return the key by which layers are sorted, the worst first; those with nothing to compare, NaN, are the last."""
+    """Return the sort key of layers: the worst first, layers with NaN last."""
     return math.isnan(layer.own.sqnr), layer.own.sqnr
 
 
 @contextmanager
 def watching(model: nn.Module, names: Sequence[str]) -> Iterator[Calls]:
-    """Record the calls of submodules for the duration of a `with` block."""
+    """Record the calls of submodules within a `with` block."""
     calls: Calls = defaultdict(list)
     handles = [
         model.get_submodule(name).register_forward_hook(partial(_note, calls[name]), with_kwargs=True) for name in names
@@ -138,14 +138,14 @@ def _note(
 
 
 def note_worst(bar: Any, layers: Sequence[LayerComparison]) -> None:
-    """Show the layer with the largest error of its own so far."""
+    """Show the layer with the largest own error."""
     if layers:
         worst = min(layers, key=_badness)
         note(bar, f"worst {worst.name}: {worst.own.sqnr:.1f} dB")
 
 
 def compare_calls(model: nn.Module, name: str, last: str, float_calls: Calls, calls: Calls) -> LayerComparison:
-    """Compare a layer of a model over all its calls with the float module of its name, behind which `last` gives the output."""
+    """Compare a layer of a model over all its calls with the float module of its name; `last` is the module with the output."""
     layer, expected = model.get_submodule(name), [call.output for call in float_calls[last]]
     alone = [layer(*call.args, **call.kwargs) for call in float_calls[name]]
     accumulated = similarity_of(expected, [call.output for call in calls[name]])
@@ -164,7 +164,7 @@ def compare_weight(layer: nn.Module) -> Similarity | None:
 
 
 def similarity_of(reference: object, quantized: object) -> Similarity:
-    """Compare the floating-point tensors in two values of one structure; all tensors where none is, as of classes."""
+    """Compare the floating-point tensors in two values of the same structure; all tensors if there are no floats."""
     found = [tensors_of(value) for value in (reference, quantized)]
     if any(t.is_floating_point() for t in found[0]):
         found = [[t for t in tensors if t.is_floating_point()] for tensors in found]

@@ -27,10 +27,10 @@ COLUMNS = ("quantizer", "spec", "calls", "values", "grid", "clipped", "levels", 
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """The result of `watch`. It prints as a table. `close`, or the end of a `with` block, removes it from the model.
+    """The result of `watch`; prints as a table. `close`, or the end of a `with` block, removes its hooks from the model.
 
     Attributes:
-        every: The number of steps from one sampled step to the next.
+        every: Every n-th step is sampled.
         steps: The number of steps that the optimizers of the model have taken.
         sampled: The number of sampled steps.
     """
@@ -55,12 +55,12 @@ class Watch(AbstractContextManager["Watch"]):
     def rows(self) -> tuple[Activity, ...]:
         """Return the statistics of each quantizer since the start or the last `reset`, in the order of their first calls.
 
-        This waits for the device.
+        This synchronizes with the device.
         """
         return tuple(recorder.read() for recorder in sorted(self._recorders, key=lambda recorder: recorder.place))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the rows as plain values for JSON or a logger, by the quantizers' names."""
+        """Return the rows as plain values for JSON or a logger, by quantizer name."""
         return {row.name: asdict(row) for row in self.rows()}
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Watch(AbstractContextManager["Watch"]):
         return "\n".join([f"{self.sampled} steps sampled, up to step {self.steps}", "", *table(rows)])
 
     def reset(self) -> None:
-        """Clear the statistics, for a report of each epoch."""
+        """Clear the statistics, for example after each epoch."""
         self.sampled = 0
         for recorder in self._recorders:
             recorder.reset()
@@ -76,32 +76,32 @@ class Watch(AbstractContextManager["Watch"]):
     # ---- errors
 
     def check(self, loss: Tensor) -> None:
-        """Raise an error if a loss is not finite; this waits for the device.
+        """Raise an error if a loss is not finite; this synchronizes with the device.
 
         Args:
             loss: The loss, before a GradScaler multiplies it.
 
         Raises:
-            RuntimeError: The loss is NaN or infinite. The forward runs again, without effect on the model, and the message
-                names the first quantizer that gets NaN or infinities.
+            RuntimeError: The loss is NaN or infinite. Forward runs again, without effect on the model, and the message names
+                the first quantizer that gets NaN or infinity.
         """
         self._diagnosis.check_loss(loss, self.steps)
 
     def guard(self, optimizer: Optimizer) -> RemovableHandle:
-        """Check the gradients and the learned scales before each step of an optimizer, with one wait for the device.
+        """Check the gradients and the learned scales before each step of an optimizer, with one synchronization of the device.
 
-        In a step that a GradScaler skips, gradients that are not finite are no error.
+        In a step that a GradScaler skips, non-finite gradients are not an error.
 
         Returns:
-            A handle, whose `remove()` ends the checks. `close` does so too.
+            A handle; `remove()` ends the checks. `close` ends them too.
 
         Warns:
             UserWarning: From `optimizer.step()`: a learned scale has left [1/8, 8] times its start, once for each quantizer.
 
         Raises:
-            RuntimeError: From `optimizer.step()`, which then changes nothing: a gradient or a learned scale is not finite, or
-                a learned scale is more than 2**24 times, or less than 2**-24 times, its start. The message names the quantizer
-                or the parameter.
+            RuntimeError: From `optimizer.step()`, before it changes anything: a gradient or a learned scale is not finite, or a
+                learned scale is more than 2**24 times, or less than 2**-24 times, its start. The message names the quantizer or
+                the parameter.
         """
         handle: RemovableHandle = optimizer.register_step_pre_hook(self._check_step)
         self._keep(handle)
@@ -127,7 +127,7 @@ class Watch(AbstractContextManager["Watch"]):
     # ---- steps
 
     def _sample(self) -> None:
-        """Record all calls from now on. Compiled code would not call the hooks, so it runs in eager mode."""
+        """Start recording calls. Compiled code does not call hooks, so it runs in eager mode."""
         self._sampling.enter_context(_Uncompiled())
         for recorder in self._recorders:
             handle = recorder.quantizer.register_forward_hook(Hook(recorder.hear))
@@ -161,7 +161,7 @@ class Watch(AbstractContextManager["Watch"]):
 
 
 def _loss_scale(optimizer: Optimizer) -> Tensor | None:
-    """Return the factor of a GradScaler by which a fused optimizer divides the gradients; NaN if it skips the step."""
+    """Return the GradScaler's factor by which a fused optimizer divides the gradients; NaN if it skips the step."""
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return None
@@ -187,7 +187,7 @@ class _Uncompiled(AbstractContextManager[None]):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that calls a method of a watch while the watch exists, except in code that is being compiled."""
+    """Return a hook that calls a method of a watch while the watch exists, except during compilation."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: object) -> None:
@@ -201,34 +201,34 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None) -> Watch:
     """Watch the quantizers of a model during training.
 
-    In one of `every` steps, forward hooks record for each quantizer: the range of the values, the share that the grid clips,
-    the share of the codes that occur, the norms of the gradients. The statistics stay on the device; only reading waits for
-    it. A step is a step of an optimizer of the model, with all forwards in training mode before it. A forward that gradient
-    checkpointing recomputes is not counted again. Between sampled steps the model has no hooks on its quantizers.
+    In one of `every` steps, forward hooks record for each quantizer: the range of the values, the share of clipped values, the
+    share of the grid's integers that occur, and the norms of the gradients. The statistics stay on the device; only reading
+    synchronizes. A step is an optimizer step of the model, with all training-mode forwards before it. Recomputation by gradient
+    checkpointing is not counted again. Between sampled steps the quantizers have no hooks.
 
-    - torch.compile: the sampled steps run without it. Steps of an optimizer that is compiled itself are not counted. Watch the
-      compiled model, not the one inside, so that errors find the quantizer in steps that are not sampled too.
-    - A GradScaler multiplies the gradients of tensors by its scale, also in the table. Learned scales have the gradients that
-      the optimizer gets.
-    - DistributedDataParallel: each process sees its own share of the data.
+    - torch.compile: sampled steps run in eager mode. Steps of a compiled optimizer are not counted. Watch the compiled model,
+      not the original module, so that errors also name the quantizer in steps that are not sampled.
+    - GradScaler: gradients of tensors in the table are multiplied by its scale. Gradients of learned scales are shown as the
+      optimizer gets them.
+    - DistributedDataParallel: each process sees only its own part of the data.
     - Embedding tables with sparse gradients are not recorded.
 
     Args:
-        model: A prepared or replaced model, or one that contains it, also compiled or in DistributedDataParallel.
-        every: The number of steps from one sampled step to the next. The first step is sampled.
-        writer: A `torch.utils.tensorboard.SummaryWriter`, or anything with its add_scalar and add_histogram. At the end of each
-            sampled step it gets, by the name of each quantizer, the range of the values, the range of the grid, the share that
-            is clipped, and the scale after the step: of several scales the histogram. The table then shows the time since.
-            Nothing is written once the result of this function is no longer held.
+        model: A prepared or replaced model, or a model that contains it, optionally compiled or in DistributedDataParallel.
+        every: Every n-th step is sampled, starting with the first.
+        writer: A `torch.utils.tensorboard.SummaryWriter`, or an object with its add_scalar and add_histogram. At the end of
+            each sampled step it gets, for each quantizer, the range of the values, the range of the grid, the share of clipped
+            values, and the scale after the step (several scales as a histogram). The table then covers the time since that
+            step. Keep a reference to the returned Watch: writing stops when it is garbage collected.
 
     Returns:
-        A Watch, to be printed at any time, with `rows()`, `to_dict()`, `reset()` and `close()`; it is a context manager too.
-        `check(loss)` and `guard(optimizer)` raise an error for NaN and lost scales before an optimizer spreads them. For this
-        the watch keeps the inputs of the model's latest forward until the step.
+        A Watch, which can be printed at any time, with `rows()`, `to_dict()`, `reset()` and `close()`; it is also a context
+        manager. `check(loss)` and `guard(optimizer)` raise an error for NaN and lost scales before an optimizer spreads them.
+        For these, the watch keeps the inputs of the model's latest forward until the step.
 
     Raises:
-        TypeError: `model` is not a module, `every` not a whole number, or `writer` nothing to write to.
-        ValueError: The model has no quantizers that train, or `every` is not positive.
+        TypeError: `model` is not a module, `every` is not a whole number, or `writer` lacks a method.
+        ValueError: The model has no trainable quantizers, or `every` is not positive.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt").train()
@@ -249,8 +249,8 @@ def watch(model: nn.Module, every: int = 20, writer: SummaryWriter | None = None
     check_whole("watch", "every", every, 1)
     if not quantizers_of(model):
         raise ValueError(
-            f"watch: this {type(model).__name__} has no quantizer that trains; pass what qtoolkit.prepare or "
-            f"qtoolkit.quant_modules.replace returned."
+            f"watch: this {type(model).__name__} has no trainable quantizer; pass the result of qtoolkit.prepare or "
+            "qtoolkit.quant_modules.replace."
         )
     check_writer(writer)
     return Watch(model, every, writer)

@@ -1,4 +1,4 @@
-"""describe(): what an ONNX file holds: its inputs, its Q/DQ nodes, and which of its layers are quantized."""
+"""describe(): the content of an ONNX file: its inputs, its Q/DQ nodes, and which of its layers are quantized."""
 
 import os
 from collections import Counter
@@ -19,7 +19,7 @@ _MOVES = backends["tensorrt"]  # which ops only move values is the same on all t
 
 @dataclass(frozen=True)
 class FileTensor:
-    """An input or an output of a file: its name, its type, and its sizes, those that vary by their name."""
+    """An input or an output of a file: its name, its type and its sizes; dynamic sizes are given by name."""
 
     name: str
     dtype: str
@@ -42,19 +42,19 @@ class FileLayer:
 
 @dataclass(frozen=True)
 class FileDescription:
-    """What `describe` returns.
+    """The result of `describe`.
 
     Attributes:
         path: The file.
-        bytes: Its size, with the files of its weights.
+        bytes: Its size in bytes, including external weight files.
         producer: The tool that wrote it, and its version.
-        opsets: The version of each domain, "ai.onnx" for ONNX's own.
+        opsets: The opset version of each domain; "ai.onnx" is ONNX's own domain.
         inputs: Its inputs.
         outputs: Its outputs.
         quantize_nodes: The number of QuantizeLinear nodes.
         dequantize_nodes: The number of DequantizeLinear nodes.
-        activations: How many quantizers of activations have codes of each type.
-        weights: How many layers have weights with codes of each type.
+        activations: The number of activation quantizers for each integer type.
+        weights: The number of layers for each integer type of weights.
         layers: Its layers and matrix products, in order.
     """
 
@@ -72,13 +72,13 @@ class FileDescription:
 
 
 def describe(path: str | os.PathLike[str]) -> FileDescription:
-    """Describe an ONNX file, of any tool, quantized or not.
+    """Describe an ONNX file written by any tool, quantized or not.
 
     Args:
         path: The file.
 
     Returns:
-        Its inputs and outputs, the numbers and types of its codes, and its layers, quantized or float and why.
+        Its inputs and outputs, its quantizers by integer type, and its layers: quantized, or float with the reason.
 
     Raises:
         ValueError: As `UnreadableFileError`: the file is not ONNX, is truncated or invalid, has ops that ONNX does not know, or

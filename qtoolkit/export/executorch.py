@@ -1,4 +1,4 @@
-"""export_executorch(): write a model as a file of ExecuTorch with the delegate XNNPACK, after verification."""
+"""export_executorch(): write a model as an ExecuTorch file for the XNNPACK delegate, after verification."""
 
 import os
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ from qtoolkit.runtimes.table import XNNPACK
 
 @dataclass(frozen=True)
 class ExecutorchResult:
-    """What `export_executorch` returns.
+    """The result of `export_executorch`.
 
     Attributes:
         path: The file.
         bytes: Its size.
-        layers: The ops that compute. The kernel says whose: "XNNPACK convolution", or "portable mean" of ExecuTorch itself.
-        delegates: How many parts of the program XNNPACK computes; one, where it takes all.
-        verification: Comparison of the codes layer by layer, or None with `verify=False`.
-        end_to_end: Comparison of the codes and outputs as users run the file, or None with `verify=False`.
+        layers: The ops that compute, with their kernels: "XNNPACK convolution", or "portable mean" for ExecuTorch's own kernel.
+        delegates: Number of program parts that XNNPACK computes; one if it computes the whole program.
+        verification: Comparison of the quantized values layer by layer, or None with `verify=False`.
+        end_to_end: End-to-end comparison of the quantized values and outputs, or None with `verify=False`.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class ExecutorchResult:
 
     @property
     def left(self) -> tuple[ExecutedLayer, ...]:
-        """The ops that the delegate did not take."""
+        """The ops that are not delegated."""
         return tuple(layer for layer in self.layers if layer.left)
 
     def __str__(self) -> str:
@@ -64,27 +64,29 @@ def export_executorch(
     dynamic_shapes: DynamicShapes | None = None,
     verify: bool = True,
 ) -> ExecutorchResult:
-    """Write a calibrated or converted model as a file of ExecuTorch (.pte), computed by XNNPACK where it can.
+    """Write a calibrated or converted model as an ExecuTorch file (.pte) for the XNNPACK delegate.
 
-    Prepare the model with `backend="xnnpack"`: XNNPACK takes signed activations, and a layer only if its output is quantized.
-    What it does not take runs in ExecuTorch's own kernels in float, which are slow; `left` names it. ExecuTorch takes half a
+    Prepare the model with `backend="xnnpack"`: XNNPACK requires signed activations, and computes a layer only if its output is
+    quantized. All other ops run in ExecuTorch's own float kernels, which are slow; `left` names them. Export takes half a
     minute for a ResNet-20, and verification lowers the model once more.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`. It is not changed.
         example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
             They give the shapes and are the inputs of the verification.
-        path: The file to write. If any step fails, a file that is there stays as it was.
-        dynamic_shapes: Dynamic dimensions in the format of torch.export; each needs a largest size, for which ExecuTorch plans
-            its memory: ({0: torch.export.Dim("batch", max=8)},).
-        verify: Run the file, and compare all codes with the model's layer by layer: each layer from the runtime's own codes.
+        path: The file to write. If any step fails, an existing file is kept.
+        dynamic_shapes: Dynamic dimensions in the format of torch.export: ({0: torch.export.Dim("batch", max=8)},). Each needs a
+            maximum size, for which ExecuTorch plans its memory.
+        verify: Run the file, and compare all quantized values with the model layer by layer: each layer of the model gets the
+            runtime's quantized values as inputs.
 
     Returns:
-        The path, the size, the ops and whose kernels compute them, and the comparisons.
+        The path, the size, the ops with their kernels, and the comparisons.
 
     Raises:
-        ValueError: The form cannot hold a quantizer; see `export_program`.
-        RuntimeError: A quantizer saw no data, ExecuTorch cannot lower the model, or its codes differ by more than ties.
+        ValueError: The format cannot express a quantizer; see `export_program`.
+        RuntimeError: A quantizer is not calibrated, ExecuTorch cannot lower the model, or its quantized values differ by more
+            than rounding ties.
         TypeError: The model has no quantizers, or the example inputs do not match its forward.
         ImportError: The extra [executorch] is not installed.
 
@@ -110,7 +112,7 @@ def export_executorch(
 
 
 def _compared(found: Decomposed, lowered: Lowered) -> tuple[Verification, RuntimeCodes]:
-    """Run the file, and a second one that returns the codes; compare both with the model."""
+    """Run the file, and a second one that also returns the quantized values; compare both with the model."""
     model, inputs = found.converted, (found.args, found.kwargs)
     tensors = tensors_of(inputs)
     outputs = executorch_xnnpack.load(lowered.file)(tensors)

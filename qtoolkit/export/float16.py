@@ -1,4 +1,4 @@
-"""A converted model in float16, which a file in float16 is written from and compared with."""
+"""Convert a converted model to float16, for export to float16 files and for their verification."""
 
 import math
 import warnings
@@ -29,16 +29,16 @@ REMEDY = 'write the file with float_type="float32"'
 
 
 def type_for(backend: Backend, source: ExportSource) -> FloatType | None:
-    """Return the type of a file for which none is asked for: the target's, or None for that of a model in another one."""
+    """Return the default float type of a file: the target's type, or None for a model in another type, which keeps its own."""
     return backend.float_type if half_types(source) <= {f"torch.{backend.float_type}"} else None
 
 
 def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
-    """Return a source whose model, with its inputs, is of a float type: "float32" or "float16", or None for its own.
+    """Return a source with model and inputs in a float type: "float32", "float16", or None for their own type.
 
-    Quantizers compute in float32 in each, and weights have the codes that they have in float32.
+    In every type, quantizers compute in float32, and the quantized weights are the same as in float32.
 
-    Raises ValueError: float16 does not have a parameter, the range of a quantizer, or a value that the example inputs give, or
+    Raises ValueError: a parameter, the range of a quantizer, or a value for the example inputs does not fit into float16, or
     the model is not in float32; RuntimeError: the model does not run in float16.
     """
     if float_type is None:
@@ -54,9 +54,9 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
 
 @contextmanager
 def computing_in_float16(model: nn.Module, inputs: object, what: str) -> Iterator[nn.Module]:
-    """Yield a copy of a model that computes in float16, without integer kernels, as a file in float16 does.
+    """Yield a copy of a model that computes in float16 without integer kernels, like a file in float16.
 
-    It takes and returns float32. A model of 16 bits, which is of its file's type already, is yielded itself.
+    It takes and returns float32. A 16-bit model already has the type of its file, and is yielded itself.
     """
     source = ExportSource(model, grids_of(model), inputs, what)
     if half_types(source):
@@ -70,7 +70,7 @@ def computing_in_float16(model: nn.Module, inputs: object, what: str) -> Iterato
 
 @contextmanager
 def casting_ends(model: nn.Module) -> Iterator[None]:
-    """Let a model in float16 take and return float32, as its file does."""
+    """Let a float16 model take and return float32, like its file."""
     with removing(
         [
             model.register_forward_pre_hook(
@@ -83,7 +83,7 @@ def casting_ends(model: nn.Module) -> Iterator[None]:
 
 
 def _in_float16(source: ExportSource) -> tuple[ExportSource, list[str]]:
-    """Return a source whose model is in float16, and sentences on what that loses."""
+    """Return a source with a float16 model, and warnings about lost accuracy."""
     _check_parameters(source)
     lost = _check_ranges(source)
     model = deepcopy_model(source.model, what=source.what).half()
@@ -98,12 +98,12 @@ def _in_float16(source: ExportSource) -> tuple[ExportSource, list[str]]:
 
 
 def to_float32(values: Any) -> Any:
-    """Return nested values with tensors of float16 in float32."""
+    """Return nested values with float16 tensors cast to float32."""
     return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.float16 else x, values)
 
 
 def half_types(source: ExportSource) -> set[str]:
-    """Return the types of 16 bits that parameters of a model have."""
+    """Return the 16-bit types of a model's parameters."""
     return {str(p.dtype) for p in source.model.parameters() if p.dtype in (torch.float16, torch.bfloat16)}
 
 
@@ -128,13 +128,13 @@ def _check_parameters(source: ExportSource) -> None:
         finite = tensor.detach()[tensor.isfinite()].abs()  # an infinity of a mask is one in float16 too
         if bool((finite > LARGEST).any()):
             raise ValueError(
-                f'{source.what}: float_type="float16" has no number above 65,504, and {name!r} has {float(finite.max()):g}. '
-                f"Give it smaller values, {OF_MASKS}, or {REMEDY}."
+                f'{source.what}: float_type="float16" has no number above 65,504, but {name!r} contains '
+                f"{float(finite.max()):g}. Use smaller values, {OF_MASKS}, or {REMEDY}."
             )
 
 
 def _check_ranges(source: ExportSource) -> list[str]:
-    """Refuse ranges of activations that end beyond float16, and name those whose steps are below its smallest number."""
+    """Raise for activation ranges that exceed float16, and return warnings for steps below its smallest number."""
     small = []
     for name, grid in source.grids.items():
         if grid.of_weight or not grid.quantizing:
@@ -143,22 +143,23 @@ def _check_ranges(source: ExportSource) -> list[str]:
         largest = high if grid.spec.symmetric else max(low, high)
         if largest > LARGEST:
             raise ValueError(
-                f'{source.what}: float_type="float16" has no number above 65,504, and the range of {name!r} ends at '
-                f"{largest:g}. Scale the tensor that it quantizes down, or {REMEDY}."
+                f'{source.what}: float_type="float16" has no number above 65,504, but the range of {name!r} ends at '
+                f"{largest:g}. Scale the quantized tensor down, or {REMEDY}."
             )
         small += [f"{name!r} ({float(grid.scale.max()):.2g})"] if bool((grid.scale < SMALLEST).all()) else []
     if not small:
         return []
     return [
-        f"{source.what}: the steps of {some(small)} are below 6e-8, the smallest number of float16: most of their values "
-        f"become zero. Scale these tensors up, or {REMEDY}."
+        f"{source.what}: the steps of {some(small)} are below 6e-8, the smallest number of float16: most of the quantized "
+        f"values become zero. Scale these tensors up, or {REMEDY}."
     ]
 
 
 def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Grid, Tensor]) -> list[str]:
-    """Give the quantizers of weights in float16 the values of their codes, which rounding to float16 does not move.
+    """Replace weights in float16 by their quantized values, which rounding to float16 leaves on the grid.
 
-    A weight itself, once it is rounded, may have the next code. Names codes that have too many bits for it.
+    An unquantized weight, once rounded to float16, may be quantized to the next step. Warns about grids with too many bits for
+    float16.
     """
     moved = []
     for name, grid in source.grids.items():
@@ -172,13 +173,13 @@ def _keep_codes(source: ExportSource, result: ExportSource, weights: Mapping[Gri
     if not moved:
         return []
     return [
-        f"{source.what}: weights of {len(moved)} quantizers have codes of more bits than float16's 11: {some(moved)} are "
-        f"others in the file. Quantize them to 8 bits, or {REMEDY}."
+        f"{source.what}: the weights of {len(moved)} quantizers have more bits than the 11 of float16: the file has other "
+        f"values for {some(moved)}. Quantize them to 8 bits, or {REMEDY}."
     ]
 
 
 def _largest_values(source: ExportSource) -> dict[str, float]:
-    """Run a model on its example inputs; return the largest magnitude that each module returns, in order; infinity for NaN."""
+    """Run a model on its example inputs; return the largest output magnitude of each module, in order; infinity for NaN."""
     found: dict[str, float] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -203,24 +204,24 @@ def _run_in_float16(source: ExportSource) -> dict[str, float]:
     except RuntimeError as error:
         if "without overflow" in str(error):  # torch's, of a Python number beside a tensor
             raise ValueError(
-                f'{source.what}: float_type="float16" has no number above 65,504, and the forward of the model has a larger '
-                f"constant. Give it a smaller one, {OF_MASKS}, or {REMEDY}."
+                f'{source.what}: float_type="float16" has no number above 65,504, but the forward of the model uses a larger '
+                f"constant. Use a smaller one, {OF_MASKS}, or {REMEDY}."
             ) from error
         raise RuntimeError(
-            f'{source.what}: the model does not run with float_type="float16" ({first_line(error)}): it may make tensors of '
-            f'float32 by itself. Make them of the type of its inputs, or pass float_type="float32".'
+            f'{source.what}: the model does not run with float_type="float16" ({first_line(error)}): it may create float32 '
+            'tensors. Create them in the dtype of its inputs, or pass float_type="float32".'
         ) from error
 
 
 def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-    """Refuse values that float16 does not have; name modules whose results become zero."""
+    """Raise for values that exceed float16; return warnings for modules with outputs that become zero."""
     infinite = [
         name for name, value in after.items() if not math.isfinite(value) and math.isfinite(before.get(name, 0.0))
     ]
     if infinite:
         raise ValueError(
-            f'{what}: with float_type="float16", {infinite[0] or "the model"!r} returns NaN or infinities for the example '
-            f"inputs: a value is above 65,504, the largest number of float16. Scale the values before it down, or {REMEDY}."
+            f'{what}: with float_type="float16", {infinite[0] or "the model"!r} returns NaN or infinity for the example '
+            f"inputs: a value exceeds 65,504, the largest number of float16. Scale its inputs down, or {REMEDY}."
         )
     zero = [
         f"{name!r} ({before[name]:.2g})" for name, value in after.items() if value == 0 < before.get(name, 0) < SMALLEST
@@ -228,8 +229,8 @@ def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, fl
     if not zero:
         return []
     return [
-        f'{what}: with float_type="float16", the results of {some(zero)} are zero for the example inputs: float16 has no '
-        f"number between 0 and 6e-8. Scale the values before them up, or {REMEDY}."
+        f'{what}: with float_type="float16", the outputs of {some(zero)} are zero for the example inputs: float16 has no '
+        f"number between 0 and 6e-8. Scale their inputs up, or {REMEDY}."
     ]
 
 
@@ -241,7 +242,7 @@ def _other_scales(source: ExportSource) -> list[str]:
     if not others:
         return []
     return [
-        f"{source.what}: the scales of {len(others)} of {len(grids)} quantizers are no float16 numbers: {some(others)}. "
-        f"Their nodes stand between Casts to float32, which cost what float16 saves; prepare the model with "
+        f"{source.what}: the scales of {len(others)} of {len(grids)} quantizers are not exact in float16: {some(others)}. "
+        "Their nodes need Casts to float32, which undo the speedup of float16; prepare the model with "
         f'QuantSpec(scale_dtype="float16") in its QConfigMapping.'
     ]

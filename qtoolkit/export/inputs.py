@@ -1,4 +1,4 @@
-"""What a file takes and returns: the tensors of the example inputs, their names, and the checks of both."""
+"""Inputs and outputs of a file: the tensors of the example inputs, their names, and checks."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ Dimensions = Mapping[int, object] | Sequence[object] | None  # of one tensor: th
 
 
 def on_cpu(model: nn.Module, inputs: T, what: str) -> tuple[nn.Module, T]:
-    """Return a model and inputs on the CPU, where files are written and compared with runtimes: themselves, if they are there.
+    """Return a model and its inputs on the CPU, where files are written and verified; the originals if they are there already.
 
-    A GPU adds in another order, and rounds the inputs of convolutions to TF32 by default, which moves codes.
+    A GPU sums in another order, and by default rounds the inputs of convolutions to TF32, which changes quantized values.
     """
     model = check_module(model, what)
     if _are_elsewhere([*model.parameters(), *model.buffers()]):
@@ -40,12 +40,12 @@ def on_cpu(model: nn.Module, inputs: T, what: str) -> tuple[nn.Module, T]:
 
 
 def grids_of(model: nn.Module) -> dict[str, Grid]:
-    """Return the quantizers of a converted model by their names."""
+    """Return the quantizers of a converted model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Grid)}
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return a tensor without gaps, as runtimes take arrays: torch.export records the strides of a view such as x[::2]."""
+    """Return a contiguous tensor, as runtimes require: torch.export records the strides of a view such as x[::2]."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     is_dense = tensor.is_contiguous() or (
         tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
@@ -70,10 +70,10 @@ class Inputs:
 
     @classmethod
     def of(cls, source: "ExportSource", input_names: Sequence[str] | None) -> "Inputs":
-        """Return the inputs of a model, with names for the first ones.
+        """Return the inputs of a model, with the given names for the first ones.
 
-        Raises TypeError: the example inputs do not match forward, or something is float64; ValueError: too many names, or
-        one twice.
+        Raises TypeError: the example inputs do not match forward, or a tensor is float64; ValueError: too many names, or
+        duplicates.
         """
         model, what, given = source.model, source.what, source.example_inputs
         args, kwargs = call_arguments(model, given, f"{what}: example_inputs do")
@@ -93,29 +93,28 @@ class Inputs:
         if name is not None:
             raise TypeError(
                 f"{self.what}: {name!r} is float64, but ONNX quantizes float32 and runtimes have few kernels for float64; "
-                f"export model.float() with inputs of float32."
+                "export model.float() with float32 inputs."
             )
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors in the arguments: the file has an input for each."""
+        """The tensors in the arguments; each is an input of the file."""
         return tensors_of((self.args, self.kwargs))
 
     @property
     def default_names(self) -> list[str]:
-        """A name for each tensor: the argument's, with the keys and positions in containers as torch.export adds them."""
+        """A name for each tensor: the argument name, with keys and positions in containers, as torch.export adds them."""
         return ["_".join(map(str, path)) for path, value in leaves(self.arguments) if isinstance(value, Tensor)]
 
     @property
     def names(self) -> list[str]:
-        """The name of each tensor: the given ones, then the default."""
+        """The name of each tensor: the given names, then the defaults."""
         return [*self.given_names, *self.default_names[len(self.given_names) :]]
 
     def sizes(self, dynamic_shapes: DynamicShapes) -> list[Dimensions]:
         """Return the entry of `dynamic_shapes` for each tensor.
 
-        Raises TypeError: it, or an entry, is of another type; ValueError: an argument has no entry, or a tensor lacks a
-        dimension.
+        Raises TypeError: a value has a wrong type; ValueError: an argument has no entry, or a tensor lacks a dimension.
         """
         if not isinstance(dynamic_shapes, Mapping | Sequence) or isinstance(dynamic_shapes, str):
             raise TypeError(
@@ -136,37 +135,36 @@ class Inputs:
         return [entry for entry, _ in found]
 
     def _check_entry(self, name: str, entry: object, dims: int) -> None:
-        """Check an entry of `dynamic_shapes`: torch.export ignores negative dimensions, and the older exporter crashes."""
+        """Check an entry of `dynamic_shapes`: torch.export ignores negative dimensions, the TorchScript exporter crashes."""
         what = f"{self.what}: dynamic_shapes"
         if not isinstance(entry, Mapping | Sequence | None) or isinstance(entry, str):
             raise TypeError(
-                f"{what} must have for {name!r} a dict of dimensions, such as {{0: 'batch'}}, or None, got {shown(entry)}."
+                f"{what}: the entry of {name!r} must be a dict of dimensions, such as {{0: 'batch'}}, or None, got "
+                f"{shown(entry)}."
             )
         axes = entry if isinstance(entry, Mapping) else range(len(entry or ()))
         wrong = [axis for axis in axes if type(axis) is not int or not 0 <= axis < dims]
         if wrong:
-            raise ValueError(
-                f"{what} must name dimensions of {name!r} by numbers from 0 to {dims - 1}, got {wrong[0]!r}."
-            )
+            raise ValueError(f"{what}: dimensions of {name!r} must be numbers from 0 to {dims - 1}, got {wrong[0]!r}.")
 
     def of_other_sizes(self, dynamic_shapes: DynamicShapes) -> object:
-        """Return example inputs of other sizes: one sample more, and half of the other dynamic dimensions, which costs less."""
+        """Return example inputs of other sizes: one more sample, and half the size in other dynamic dimensions, for speed."""
         pairs = zip(self.tensors, self.sizes(dynamic_shapes), strict=True)
         tensors = iter([_of_other_size(tensor, entry) for tensor, entry in pairs])
         return with_tensors(self.arguments if self.kwargs else self.args, tensors)
 
     def with_dynamic_batch(self) -> "tuple[Inputs, dict[str, object]]":
-        """Return inputs with at least two samples, and the `dynamic_shapes` that make dimension 0 of each tensor dynamic.
+        """Return inputs with at least two samples, and the `dynamic_shapes` with a dynamic dimension 0 for each tensor.
 
-        torch.export takes a dimension of size 1 for a constant. Tensors without dimensions stay as they are. Raises ValueError:
+        torch.export treats a dimension of size 1 as static. Tensors without dimensions are unchanged. Raises ValueError:
         dimension 0 differs between tensors, or no tensor has one.
         """
         sizes = {name: len(tensor) for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.dim() > 0}
         if len(set(sizes.values())) != 1:
             found = ", ".join(f"{name}: {size}" for name, size in sizes.items()) or "no tensor with dimensions"
             raise ValueError(
-                f"{self.what}: dynamic_batch=True needs example inputs whose dimension 0 is the batch, of one size in all, got "
-                f"{found}; use dynamic_shapes to say which dimensions vary."
+                f"{self.what}: dynamic_batch=True needs example inputs with the same batch size in dimension 0, got {found}; "
+                "name the dynamic dimensions with dynamic_shapes."
             )
         shapes = map_leaves(self.arguments, lambda x: {0: "batch"} if isinstance(x, Tensor) and x.dim() else None)
         if set(sizes.values()) != {1}:
@@ -178,7 +176,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What a file is written from, on the CPU."""
+    """The model, inputs and quantizers that a file is written from, on the CPU."""
 
     model: nn.Module  # the converted model
     grids: Mapping[str, Grid]  # its quantizers by their names
@@ -187,10 +185,10 @@ class ExportSource:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: T, what: str) -> "ExportSource":
-        """Return the source of a prepared model, which is converted, or of a converted one.
+        """Return the source of a prepared model (which is converted) or of a converted model.
 
-        Raises TypeError: it has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one saw
-        no data; ValueError: nothing is quantized, or the model has what no file can have.
+        Raises TypeError: it has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; RuntimeError: one is
+        not calibrated; ValueError: nothing is quantized, or a quantizer cannot be written to a file.
         """
         model = check_quantized(model, what)
         converted, inputs = on_cpu(in_reference_form(model) if quantizers_of(model) else model, example_inputs, what)
@@ -216,9 +214,9 @@ class _ByName(nn.Module):
 
 
 def by_name(model: nn.Module, kwargs: Mapping[str, object]) -> nn.Module:
-    """Return a model for `torch.export` that takes the keyword arguments `kwargs` by name; the model itself if there are none.
+    """Return a model for `torch.export` that takes the keyword arguments `kwargs` by name; the model itself without `kwargs`.
 
-    torch.export passes a GraphModule's by position, where an argument that is left out shifts the others.
+    torch.export passes keyword arguments to a GraphModule by position, so an omitted argument would shift the others.
 
     Example:
         >>> graph = fx.symbolic_trace(nn.Bilinear(2, 2, 2))
@@ -229,13 +227,13 @@ def by_name(model: nn.Module, kwargs: Mapping[str, object]) -> nn.Module:
 
 
 def check_names(what: str, argument: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise an error for more names than a file has inputs or outputs, and for one that is empty or occurs twice."""
+    """Raise ValueError for more names than the file has inputs or outputs, and for empty or duplicate names."""
     check_sequence(names, what, argument)
     if not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"{what}: {argument} must be names of at least one letter, got {list(names)}.")
     if len(names) > len(known):
         raise ValueError(
-            f"{what}: {argument} must have a name for each {argument.removesuffix('_names')} of the file or fewer, got "
+            f"{what}: {argument} must have at most one name for each {argument.removesuffix('_names')} of the file, got "
             f"{len(names)} for {len(known)} ({', '.join(known)})."
         )
     if len(set(names)) < len(names):
@@ -243,9 +241,9 @@ def check_names(what: str, argument: str, names: Sequence[str], known: Sequence[
 
 
 def check_outputs(outputs: object, output_names: Sequence[str] | None, inputs: Inputs) -> None:
-    """Check what a model returns, and the names of it; errors begin with `inputs.what`, the public function.
+    """Check the outputs of a model, and their names; errors begin with `inputs.what`, the public function.
 
-    Raises TypeError: it returns a number or a string; ValueError: too many names, one twice, or one that is an input's.
+    Raises TypeError: an output is a number or a string; ValueError: too many names, duplicates, or the name of an input.
     """
     what = inputs.what
     found = {"".join(["output", *(f"[{key!r}]" for key in path)]): value for path, value in leaves(outputs)}
@@ -253,14 +251,14 @@ def check_outputs(outputs: object, output_names: Sequence[str] | None, inputs: I
         if not isinstance(value, Tensor | None):
             raise TypeError(
                 f"{what}: the outputs of an ONNX file are tensors, but forward returns {shown(value)} in {place}; export a "
-                f"module that calls the model and returns its tensors alone."
+                "wrapper module that returns only the tensors."
             )
     tensors = [place for place, value in found.items() if value is not None]
     check_names(what, "output_names", output_names or (), tensors)
     both = [name for name in output_names or () if name in inputs.names]
     if both:
         raise ValueError(
-            f"{what}: output_names must be other names than those of the inputs ({', '.join(inputs.names)}), got {both[0]!r}."
+            f"{what}: output_names must differ from the names of the inputs ({', '.join(inputs.names)}), got {both[0]!r}."
         )
 
 
@@ -275,5 +273,5 @@ def _of_other_size(tensor: Tensor, entry: Dimensions) -> Tensor:
 
 
 def _entry(entries: Any, path: Keys) -> Any:
-    """Return the entry for a tensor, by the keys and positions that lead to both; None where one on the way is None."""
+    """Return the entry for a tensor by its path of keys and positions; None if a part of the path is None."""
     return reduce(lambda entry, key: None if entry is None else entry[key], path, entries)

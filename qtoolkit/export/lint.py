@@ -1,4 +1,4 @@
-"""lint(): which nodes of a file with Q/DQ pairs, of any tool, break a rule of a target; and how fast its engine may be."""
+"""lint() and estimate_engine(): rule violations and speed estimates for ONNX files with Q/DQ pairs, written by any tool."""
 
 import os
 from collections.abc import Mapping
@@ -26,20 +26,20 @@ SLOW_RULES = ("inside-a-unit", "silu", "cast")  # of them, those that cost speed
 def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = False) -> tuple[Finding, ...]:
     """Check the Q/DQ nodes of an ONNX file against the rules of a target.
 
-    The file may come from any tool. The bodies of If, Loop and Scan are checked as graphs of their own, which take floats from
-    outside. `rules_of` lists the rules.
+    The file may come from any tool. The bodies of If, Loop and Scan are checked as separate graphs with float inputs.
+    `rules_of` lists the rules.
 
     Args:
         path: The file.
         backend: The target: a name in `qt.backends`, or a Backend.
-        advice: Also list what the target computes, and no faster than in float (for "tensorrt", than in float16).
+        advice: Also list nodes that the target computes, but no faster than in float (for "tensorrt": than in float16).
 
     Returns:
-        One finding for each node that breaks a rule, in the order of the file, with the rule's name, its source and a remedy.
+        One finding for each node that violates a rule, in the order of the file, with the rule's name, its source and a remedy.
 
     Raises:
-        ValueError: The backend is not known; or, as `UnreadableFileError`, the file is not ONNX, is truncated or invalid, has
-            ops that ONNX does not know, lacks the file of its weights, or has no Q/DQ nodes.
+        ValueError: The backend is unknown; or, as `UnreadableFileError`, the file is not ONNX, is truncated or invalid, has ops
+            that ONNX does not know, lacks its external weights, or has no Q/DQ nodes.
         ImportError: onnx or onnxscript is not installed.
 
     Example:
@@ -79,16 +79,16 @@ def _advice_of(backend: Backend) -> tuple[LintRule | GraphRule, ...]:
 
 @dataclass(frozen=True)
 class EngineEstimate:
-    """What `estimate_engine` returns. It prints as a few lines.
+    """The result of `estimate_engine`; str() gives a short report.
 
     Attributes:
         path: The file.
         gpu: The GPU.
-        findings: Why the engine is no faster than one in float16, each with its source and a remedy.
-        types: What the engine computes and moves in "int8", "float16" and "float32".
-        seconds: The estimated time of an inference.
-        float16_seconds: That of the same model without quantizers, in float16.
-        unknown: How many tensors have sizes that are not known, and are left out.
+        findings: Nodes that are no faster than in float16, each with its source and a remedy.
+        types: Multiplications and memory traffic in "int8", "float16" and "float32".
+        seconds: The estimated time of one inference.
+        float16_seconds: The estimated time of the same model in float16, without quantizers.
+        unknown: The number of tensors that are left out because their sizes are unknown.
     """
 
     path: str
@@ -101,9 +101,9 @@ class EngineEstimate:
 
     @property
     def headline(self) -> str:
-        """A sentence with both times, and with the ratio."""
+        """Both times and their ratio, in one sentence."""
         if not (self.seconds and self.float16_seconds):
-            return "The sizes of the file's tensors are not known, so that no time can be estimated."
+            return "The sizes of the file's tensors are unknown, so no time can be estimated."
         ratio = self.seconds / self.float16_seconds
         return (
             f"Estimated on {self.gpu}: {self.seconds * 1e6:.4g} us, and {self.float16_seconds * 1e6:.4g} us in float16: "
@@ -120,22 +120,23 @@ class EngineEstimate:
 def estimate_engine(
     path: str | os.PathLike[str], backend: str | Backend = "tensorrt", gpu: GpuName = "A100"
 ) -> EngineEstimate:
-    """Estimate how fast an engine of an ONNX file with Q/DQ pairs is, beside one in float16, and say why it is no faster.
+    """Estimate the speed of a TensorRT engine for an ONNX file with Q/DQ pairs, compared with float16, and list slow nodes.
 
-    The estimate is a roofline: each kernel takes as long as its products at the peak of their type, or as its tensors at the
-    bandwidth of the GPU, whichever is longer (`qtoolkit.lint.engine`). Real kernels reach neither peak, and each takes some
-    microseconds to start. Nothing was measured: compare by it, and measure before you decide. Sizes that vary count as 1.
+    The estimate is a roofline model: a kernel's time is its multiplications at the peak rate of their type, or its memory
+    traffic at the bandwidth of the GPU, whichever is longer (`qtoolkit.lint.engine`). Real kernels reach neither peak, and each
+    launch takes some microseconds. Nothing is measured: use the estimate to compare variants, and measure before you decide.
+    Dynamic sizes count as 1.
 
     Args:
-        path: The file, of any tool.
-        backend: The target, whose networks take the types of the file as they are.
+        path: The ONNX file, written by any tool.
+        backend: The target; it must compute in the types of the file.
         gpu: "H100", "A100", "L4", "T4", "Orin" or "RTX4090", with the peaks of NVIDIA's data sheets.
 
     Returns:
-        The times, what is computed and moved in each type, and the findings.
+        The times, the multiplications and memory traffic per type, and the findings.
 
     Raises:
-        ValueError: The GPU or the backend is not known, the backend chooses types by itself; or, as `UnreadableFileError`, the
+        ValueError: The GPU or the backend is unknown, or the backend chooses types by itself; or, as `UnreadableFileError`, the
             file cannot be read or has no Q/DQ nodes.
         ImportError: onnx or onnxscript is not installed.
 
@@ -152,8 +153,8 @@ def estimate_engine(
     check_known("gpu of estimate_engine:", gpu, GPUS)
     if not takes_types_as_they_are(backend):
         raise ValueError(
-            f"estimate_engine: backend must be a target that computes in the types of a file, such as 'tensorrt'; "
-            f"{backend.name!r} chooses them by itself."
+            "estimate_engine: backend must be a target that computes in the types of a file, such as 'tensorrt'; "
+            f"{backend.name!r} chooses types by itself."
         )
     model = _quantized_graph(path)
     from qtoolkit.export.files.ops import ops_of
@@ -172,7 +173,7 @@ def _quantized_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
     kinds = {node.op_type for node in model.graph.all_nodes()}
     if not kinds.intersection(("QuantizeLinear", "DequantizeLinear")):
         raise UnreadableFileError(
-            f"{str(path)!r} has no QuantizeLinear and no DequantizeLinear node: it is a float model, or its integer ops are "
-            f"written in another form. Quantize it, and write it in the QDQ format."
+            f"{str(path)!r} has no QuantizeLinear and no DequantizeLinear node: it is a float model, or uses another format "
+            "than QDQ. Quantize it, and export it in the QDQ format."
         )
     return model

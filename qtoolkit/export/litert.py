@@ -1,4 +1,4 @@
-"""export_litert(): write a model as a file of LiteRT (.tflite) with integer kernels, after verification."""
+"""export_litert(): write a model as a LiteRT file (.tflite) for integer kernels, after verification."""
 
 import os
 import tempfile
@@ -28,17 +28,17 @@ from qtoolkit.version import __version__
 
 @dataclass(frozen=True)
 class LitertResult:
-    """What `export_litert` returns.
+    """The result of `export_litert`.
 
     Attributes:
         path: The file.
         bytes: Its size.
-        layers: The ops that compute. Those with `integer` do so on codes.
-        conversions: How many ops convert between floats and codes, or between codes of two grids.
-        inputs: The layout of each input of the file, by its name: "NHWC" where the model has NCHW; "as in the model" otherwise.
-        outputs: The same of each output.
-        reasons: Why a layer computes in float, by its name.
-        verification: The comparison with LiteRT's reference kernels, or with the delegate XNNPACK for a model in its
+        layers: The ops that compute; `integer` marks the ops with integer kernels.
+        conversions: The number of ops that quantize, dequantize or requantize.
+        inputs: The layout of each input of the file, by name: "NHWC" if the model has NCHW; "as in the model" otherwise.
+        outputs: The layout of each output, by name.
+        reasons: The reason for each layer that computes in float, by its name.
+        verification: The comparison with LiteRT's reference kernels, or with the XNNPACK delegate for a model in its
             arithmetic; None with `verify=False`.
     """
 
@@ -76,33 +76,33 @@ def export_litert(
     io_type: Literal["float32", "int8", "int16"] = "float32",
     verify: bool = True,
 ) -> LitertResult:
-    """Write a calibrated or converted model as a file of LiteRT (.tflite), which runs on phones and microcontrollers.
+    """Write a calibrated or converted model as a LiteRT file (.tflite) for phones and microcontrollers.
 
-    Prepare the model with `backend="litert"`. Ops between quantizers compute in integers: codes of activations are int8 with a
-    zero point, weights int8 by output channel, biases int32 at input scale times weight scale. An op without an integer kernel
-    computes in float; the result lists it, with the reason.
+    Prepare the model with `backend="litert"`. Ops between quantizers compute in integers: activations are int8 with a zero
+    point, weights int8 with per-output-channel scales, biases int32 at input scale times weight scale. Ops without an integer
+    kernel compute in float; the result lists them, with the reason.
 
-    Images have their channels last in the file: inputs of four dimensions are NHWC, and so are outputs that are images. The
-    result gives the layout of each. The example inputs give the sizes.
+    The file uses the NHWC layout: for inputs of four dimensions, and for outputs that are images. The result gives the layout
+    of each. The sizes are the sizes of the example inputs.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`. It is not changed.
         example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
             They give the shapes and are the inputs of the verification.
-        path: The file to write. If any step fails, a file that is there stays as it was.
-        io_type: "float32", or "int8" ("int16" with the backend "litert-16x8") for codes at the inputs and outputs that have a
-            quantizer of this type.
-        verify: Run the file with LiteRT's reference kernels, and compare all codes with the model's, which computes as they
-            do: `convert(arithmetic="integer", runtime="litert")`, if it has a graph. A model in the arithmetic of XNNPACK,
-            `convert(arithmetic="integer")`, is compared with that delegate.
+        path: The file to write. If any step fails, an existing file is kept.
+        io_type: "float32", or "int8" ("int16" with the backend "litert-16x8") for integer inputs and outputs. It applies to
+            inputs and outputs with a quantizer of this type.
+        verify: Run the file with LiteRT's reference kernels, and compare all quantized values with a model in the same
+            arithmetic, `convert(arithmetic="integer", runtime="litert")` (graph mode only). A model in the arithmetic of
+            XNNPACK, `convert(arithmetic="integer")`, is compared with that delegate.
 
     Returns:
-        The path, the size, the layouts, the ops that compute in integers and in float, and the comparison.
+        The path, the size, the layouts, the ops in integers and in float, and the comparison.
 
     Raises:
-        ValueError: LiteRT has no op for one of the model's, or the file cannot hold a quantizer; the message names it.
-        RuntimeError: A quantizer saw no data, torch.export cannot export the model, or LiteRT's codes differ from the model's
-            by more than its rounding.
+        ValueError: LiteRT lacks an op of the model, or cannot express a quantizer; the message names it.
+        RuntimeError: A quantizer is not calibrated, torch.export cannot export the model, or the quantized values in LiteRT
+            differ from the model by more than rounding.
         TypeError: The model has no quantizers, or the example inputs do not match its forward.
         ImportError: The extra [litert] is not installed.
 
@@ -134,7 +134,7 @@ def export_litert(
 
 
 def _verified(found: Decomposed, file: Path) -> RuntimeCodes:
-    """Compare a file with the delegate where the model has XNNPACK's arithmetic, otherwise with the reference kernels."""
+    """Compare a file with the XNNPACK delegate if the model has its arithmetic, otherwise with the reference kernels."""
     computing = _as_the_reference_kernels(found.converted)
     runtime: LitertRuntime = "litert-xnnpack" if rounding_of(computing) is XNNPACK.quantizes_as else "litert"
     compared = verify_file(computing, found.kwargs or found.args, file, (runtime,), progress=False).runtimes[runtime]
@@ -143,7 +143,7 @@ def _verified(found: Decomposed, file: Path) -> RuntimeCodes:
 
 
 def _as_the_reference_kernels(model: nn.Module) -> nn.Module:
-    """Return a converted model in the arithmetic of the kernels, where it has a graph and none of its own."""
+    """Return a converted model in the arithmetic of the kernels, if it has a graph and no integer arithmetic yet."""
     integer = any(isinstance(module, Kernel) for module in model.modules())
     if integer or not isinstance(model, QuantizedGraphModule):
         return model

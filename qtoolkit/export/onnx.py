@@ -46,18 +46,18 @@ Exporter = Literal["dynamo", "torchscript"]
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What `export_onnx` returns.
+    """The result of `export_onnx`.
 
     Attributes:
         path: The file.
         opset: Its ONNX opset.
         quantize_nodes: Number of QuantizeLinear nodes.
         dequantize_nodes: Number of DequantizeLinear nodes.
-        bytes: Size of the file, and of its weights where they are in a file of their own.
-        verification: Comparison with onnxruntime's codes, or None with `verify=False`.
-        weights: How the file stores the quantized weights, which arguments would store fewer bytes, and what the type costs.
-        in_float: What the configs of the user, and weights of two codes in a byte, take out of the target's integer kernels:
-            how many layers, for each kind and reason (`qtoolkit.prepare` warns of the former).
+        bytes: Size of the file, including external weights.
+        verification: Comparison with onnxruntime's quantized values, or None with `verify=False`.
+        weights: How the file stores the quantized weights, and which arguments would make the file smaller or faster.
+        in_float: Layers that the target computes in float because of the user's configs (`qtoolkit.prepare` warns about these)
+            or packed 4-bit weights: a count for each kind and reason.
     """
 
     path: Path
@@ -99,74 +99,75 @@ def export_onnx(
     float_type: FloatType | None = None,
     keep_io_types: bool = True,
 ) -> ExportResult:
-    """Write a calibrated or converted model as an ONNX file with QDQ pairs.
+    """Write a calibrated or converted model as an ONNX file with Q/DQ pairs.
 
-    Weights of 4 bits and fewer are stored packed, as INT4 and UINT4, if an opset of 21 or newer is asked for or needed. Other
-    codes of fewer than 8 bits are of 8, as all are in older opsets, and the file clips them to their bounds. onnxruntime's
-    integer kernels take 8 bits only. The formats "e4m3" and "e5m2" need opset 19. "e2m1" needs 23, and onnxruntime's CPU
-    kernels do not have it. Scales of groups that are powers of two are stored in 8 bits (E8M0) from opset 24 on.
+    Weights of at most 4 bits are packed as INT4 or UINT4 if the opset is 21 or newer. All other quantized values of fewer than
+    8 bits are stored in 8 bits, and the file clips them to their range. onnxruntime's integer kernels support 8 bits only. The
+    formats "e4m3" and "e5m2" need opset 19; "e2m1" needs opset 23, and onnxruntime's CPU kernels do not support it.
+    Power-of-two scales of groups are stored in 8 bits (E8M0) from opset 24 on.
 
-    Quantizers compute in float32, also in a model of float16 or bfloat16. Their nodes take the model's type where that gives
-    the same codes: from opset 19 on if the scale is exact in it (as with `scale_dtype="float16"` and `pow2_scale`), and in
-    bfloat16 from opset 23 on, whose nodes take float32 scales (onnxruntime's do not for float16). Others stand between Casts.
-    Quantizers that are off (`qtoolkit.disable_quantization`) have no nodes.
+    Quantizers compute in float32, also in a float16 or bfloat16 model. Their nodes take the model's type if that gives the same
+    quantized values: from opset 19 on if the scale is exact in this type (as with `scale_dtype="float16"` and `pow2_scale`),
+    and in bfloat16 from opset 23 on, where nodes accept float32 scales (onnxruntime does not accept them for float16). All
+    other nodes need Casts before and after them. Disabled quantizers (`qtoolkit.disable_quantization`) have no nodes.
 
-    With float_type="float16", the default for "tensorrt", the file is that of the model in float16: float ops, biases and the
-    nodes of quantizers whose scales are float16 numbers (`scale_dtype="float16"`) have this type. Weights keep their codes. Ops
-    that lose accuracy in it compute in float32, between Casts: softmaxes, exponentials and logarithms, sums and means,
-    cumulative sums, and instance and group norms (`qtoolkit.export.passes.float32_ops`). A LayerNormalization sums in float32
-    by its definition. The file is compared with the model in float16. It is for targets that take the types of a file as they
-    are, such as TensorRT 11. onnxruntime's CPU computes most of it in float32, without its integer kernels.
+    With float_type="float16", the default for "tensorrt", float ops and biases are float16, and so are the nodes of quantizers
+    with float16 scales (`scale_dtype="float16"`). The quantized weights do not change. Ops that lose accuracy in float16
+    compute in float32, between Casts: softmaxes, exponentials and logarithms, sums and means, cumulative sums, and instance and
+    group norms (`qtoolkit.export.passes.float32_ops`). A LayerNormalization sums in float32 by its definition. The file is
+    compared with the model in float16. Use it for targets that compute in the types of a file, such as TensorRT 11.
+    onnxruntime's CPU backend computes most of it in float32, without integer kernels.
 
-    A model above 2 GB, more than one file may have, is written with its weights in a second file, `path` with ".data"
-    appended (or ".1.data", while the model that is there uses that), which belongs beside it. If any step fails, nothing is
-    written: the model that was there, and its weights, stay whole, even if the process is killed.
+    The weights of a model above 2 GB, the size limit of an ONNX file, are written to a second file in the same folder: `path`
+    with ".data" appended (or ".1.data", if an existing model at the path uses ".data"). If any step fails, nothing is written:
+    an existing model and its weights stay intact, even if the process is killed.
 
-    If forward branches on values, "dynamo" raises an error, and "torchscript" exports the branches that the example inputs
-    take; `verification.unreached` then names the quantizers of the other branches. Export one file for each branch.
+    If forward branches on values, "dynamo" raises an error, and "torchscript" exports the branch that the example inputs take;
+    `verification.unreached` then names the quantizers of the other branches. Export one file for each branch.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned, or any other module
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`, or any other module
             with quantizers. It is not changed.
         example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
             They give the shapes and are the inputs of the verification.
         path: The file to write.
-        opset: ONNX opset, from 13 to the newest of the installed onnx; onnxruntime 1.30, and so the verification, runs files
-            up to 26. None means 18, or 19 for a file in float16, 21 if codes of more than 8 bits or a group_size need it, or
-            22 for a model in bfloat16. The model is converted where torch's exporters do not write the opset ("dynamo" writes
-            18 to 23, "torchscript" 13 to 20).
-        input_names: Names of the file's inputs, one for each tensor in the example inputs, in the order of forward's
-            arguments. Without names for all, the others keep the arguments' names.
+        opset: ONNX opset, from 13 to the newest of the installed onnx. Verification needs an opset that onnxruntime supports
+            (1.30: up to 26). None means 18; 19 for a file in float16; 21 if more than 8 bits or a group_size need it; 22 for a
+            model in bfloat16. The model is converted if torch's exporters do not write the opset ("dynamo" writes 18 to 23,
+            "torchscript" 13 to 20).
+        input_names: Names of the file's inputs, one for each tensor in the example inputs, in the order of forward's arguments.
+            Inputs without a given name keep the argument names.
         output_names: Names of the file's outputs.
         dynamic_shapes: Dynamic dimensions in the format of torch.export: ({0: "batch"},) for one input.
-        verify: Run the file in onnxruntime and compare all codes with the model's (see `verify_onnx`); with dynamic dimensions
-            also on inputs of other sizes, if the model takes them.
+        verify: Run the file in onnxruntime and compare all quantized values with the model (see `verify_onnx`); with dynamic
+            dimensions also on inputs of other sizes, if the model accepts them.
         exporter: "dynamo" (torch.export-based) or "torchscript" (deprecated in torch).
-        integer_weights: True stores weights as integers with DequantizeLinear alone; False stores them as floats with both
+        integer_weights: True stores weights as integers with only a DequantizeLinear; False stores them as floats with both
             nodes; None follows the backend.
         dynamic_batch: Make dimension 0 of all inputs dynamic, under the name "batch". Excludes dynamic_shapes.
         progress: Show a progress bar.
-        weight_codes: The type of signed codes of 8 bits of weights: "int8", or "uint8" with a zero point of 128, whose sums
-            onnxruntime computes exactly on every processor; None follows the backend (`Backend.weight_codes`).
-        backend: The target, for a model that records none: one with quantizers of your own, or a layer that was taken out of
-            a model. Models of `prepare`, `replace`, `initialize` and `convert` record theirs.
-        float_type: The type of what is not quantized: "float32"; "float16", from opset 19 on. None is the target's
-            (`Backend.float_type`) for a model in float32 or in that type, and else the model's own.
-        keep_io_types: Whether a file with float_type="float16" takes and returns float32, which it casts, where the model
-            does; False: float16.
+        weight_codes: The storage type of signed 8-bit weights: "int8", or "uint8" with a zero point of 128, for which
+            onnxruntime's sums are exact on every processor; None follows the backend (`Backend.weight_codes`).
+        backend: The target, for a model that does not record one: a model with custom quantizers, or a single layer of a model.
+            Models from `prepare`, `replace`, `initialize` and `convert` record their backend.
+        float_type: The type of float ops: "float32", or "float16" (opset 19 or newer). None uses the target's type
+            (`Backend.float_type`) for a model in float32 or in that type, and the model's own type otherwise.
+        keep_io_types: If True, a file with float_type="float16" casts its float32 inputs and outputs; if False, they are
+            float16.
 
     Returns:
         The path, the opset, the number of nodes, the size and the verification.
 
     Raises:
-        RuntimeError: A quantizer saw no data (calibrate first), torch's exporter cannot export the model, an op does not
-            exist in the opset, or onnxruntime's codes differ. Or onnxruntime is the target, and does not run the file in a
-            session without options; for other targets `verification.refused` says so.
-        ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a
-            quantizer's format, `backend` is not the one that the model records, or float16 does not have a number of the model.
+        RuntimeError: A quantizer is not calibrated, torch's exporter cannot export the model, an op does not exist in the
+            opset, or quantized values in onnxruntime differ. Also if onnxruntime is the target and does not run the file in a
+            default session; for other targets `verification.refused` gives the reason.
+        ValueError: An option is unknown or out of range, there are more names than tensors, ONNX does not support a quantizer's
+            format, `backend` differs from the backend that the model records, or a number of the model does not fit into
+            float16.
         TypeError: The model has no quantizers, or quantizers of `qtoolkit.compat.pytorch_quantization`; it records no backend,
-            and none is given; it computes in float64; it returns anything but tensors; or the example inputs do not match its
-            forward.
+            and none is given; it computes in float64; it returns values other than tensors; or the example inputs do not match
+            its forward.
         ImportError: The extra [onnx] is not installed.
 
     Example:
@@ -183,9 +184,9 @@ def export_onnx(
     )
     if str(float_type) == "bfloat16":
         raise ValueError(
-            'export_onnx: float_type must be "float32" or "float16", got "bfloat16": its Q/DQ nodes would need scales of 8 '
-            'bits, which QuantSpec.scale_dtype does not have. Pass float_type="float16", or export the model as it is in '
-            "bfloat16: export_onnx(converted.bfloat16(), inputs, path, verify=False)."
+            'export_onnx: float_type must be "float32" or "float16", got "bfloat16": its Q/DQ nodes would need 8-bit scales, '
+            'which QuantSpec.scale_dtype does not support. Pass float_type="float16", or export a bfloat16 model: '
+            "export_onnx(converted.bfloat16(), inputs, path, verify=False)."
         )
     if float_type is not None:
         check_known("float_type of export_onnx:", float_type, get_args(FloatType))
@@ -195,10 +196,7 @@ def export_onnx(
     if weight_codes is not None:
         check_known("weight_codes of export_onnx:", weight_codes, get_args(WeightCodes))
     if dynamic_batch and dynamic_shapes is not None:
-        raise ValueError(
-            "export_onnx: dynamic_batch=True makes dimension 0 of all inputs dynamic, and dynamic_shapes names dimensions one "
-            "by one; pass only one of them."
-        )
+        raise ValueError("export_onnx: dynamic_batch and dynamic_shapes exclude each other; pass only one of them.")
     path = checked_path(path, "export_onnx", "model.onnx")
     require_extra("export_onnx")
     from qtoolkit.export.exporters.torch_exporters import ExportRequest
@@ -231,7 +229,7 @@ def export_onnx(
             exported = written(request, chosen, exporter, finish, dynamic_batch)
         step(bar, "checking the file")
         with replacing_model(exported, Path(path), chosen, "export_onnx") as files:
-            step(bar, "comparing codes with onnxruntime")
+            step(bar, "comparing with onnxruntime")
             verification = (
                 _compared(files[0], source, request, target, dynamic_batch, progress, casts_ends) if verify else None
             )
@@ -246,12 +244,12 @@ def export_onnx(
 
 
 def _packed(weights: Sequence[StoredWeights], backend: Backend) -> Iterator[str]:
-    """Yield how many weights are stored with two codes or more in a byte, which no integer kernel of onnxruntime takes."""
+    """Yield the number of weights that are packed into bytes, which no integer kernel of onnxruntime supports."""
     packed = sum(each.count for each in weights if each.is_packed)
     if packed and ONNXRUNTIME.runs(backend):
         yield (
-            f"{packed} of {sum(each.count for each in weights)} weights: two codes or more share a byte, from opset 21 on; by "
-            f"default, and with opset=18, codes have 8 bits, and {backend.name} computes on them"
+            f"{packed} of {sum(each.count for each in weights)} weights: they are packed, two or more values per byte, from "
+            f"opset 21 on; with opset=18, the default, they are stored in 8 bits, and {backend.name} computes in integers"
         )
 
 
@@ -259,12 +257,12 @@ def _target(model: nn.Module, backend: str | Backend | None) -> Backend:
     """Return the backend that a model records; for a model that records none, the given one."""
     recorded = backend_in(model)
     if recorded is None:
-        required = "export_onnx: this model records no backend, so that the argument backend is required"
+        required = "export_onnx: this model records no backend, so the argument backend is required"
         return backend_of(REQUIRED if backend is None else backend, required)
     if backend is not None and backend_of(backend) != recorded:
         raise ValueError(
             f"export_onnx: the model was prepared for {recorded.name!r}, got backend={backend_of(backend).name!r}; leave "
-            f"backend out, or prepare the float model for the other target."
+            "backend out, or prepare the float model for the other backend."
         )
     return recorded
 
@@ -278,9 +276,10 @@ def _compared(
     progress: bool,
     casts_ends: bool,
 ) -> "Verification":
-    """Compare a file with its model on the example inputs, which is returned, and with dynamic dimensions on others too.
+    """Compare a file with its model on the example inputs and, with dynamic dimensions, on inputs of other sizes.
 
-    Raises RuntimeError: the file computes something else, or onnxruntime is its target and does not run it.
+    Returns the comparison on the example inputs. Raises RuntimeError: the file computes other values, or onnxruntime is its
+    target and does not run it.
     """
     from qtoolkit.export.files.files import OpenedFile, refusal_of_default_session
     from qtoolkit.export.float16 import casting_ends, to_float32
@@ -299,15 +298,15 @@ def _compared(
     if refused and ONNXRUNTIME.runs(backend):
         raise RuntimeError(
             f"export_onnx: onnxruntime runs the file without graph optimizations, but not in its default session: {refused}. "
-            f"Report it with the model; verify=False writes the file nevertheless."
+            "Please report it with the model; verify=False writes the file anyway."
         )
     return replace(found, refused=refused)
 
 
 def _compare_other_sizes(model: nn.Module, example_inputs: object, file: "OpenedFile", progress: bool) -> None:
-    """Compare a file on inputs of other sizes than in the export, if the model takes them.
+    """Compare a file on inputs of other sizes than in the export, if the model accepts them.
 
-    Raises RuntimeError: the file does not run on them, or computes something else: an exporter has written a constant.
+    Raises RuntimeError: the file does not run on them, or computes other values because an exporter has written a constant.
     """
     from qtoolkit.export.verification.verify import compare_layers
 
@@ -324,9 +323,9 @@ def _compare_other_sizes(model: nn.Module, example_inputs: object, file: "Opened
     except (RuntimeError, ValueError) as error:
         sizes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(example_inputs))
         raise RuntimeError(
-            f"export_onnx: the file computes as the model does for the example inputs, but not for others of sizes {sizes}: "
-            f"torch's exporter has written a constant in place of a size. Leave that dimension out of dynamic_shapes, or take "
-            f"the other exporter. ({error})"
+            f"export_onnx: the file matches the model for the example inputs, but not for inputs of sizes {sizes}: torch's "
+            "exporter has written a constant in place of a size. Remove that dimension from dynamic_shapes, or use the other "
+            f"exporter. ({error})"
         ) from error
 
 
@@ -337,9 +336,9 @@ def written(
     finish: Callable[["onnx_ir.Model"], None],
     dynamic_batch: bool = False,
 ) -> "onnx_ir.Model":
-    """Return a converted model as one of torch's exporters writes it, in this opset; `ONE_AT_A_TIME` must be held.
+    """Return a converted model as written by one of torch's exporters in this opset; `ONE_AT_A_TIME` must be held.
 
-    `finish` replaces the placeholders of quantizers, each with the constants of its grid, in a model of this opset.
+    `finish` replaces the placeholders of quantizers in a model of this opset.
     """
     import onnxscript.optimizer
 
@@ -363,7 +362,7 @@ def written(
         check_outputs(request.run(), request.output_names, inputs)
         exported = convert_opset(EXPORTERS[exporter](request), opset, exporter, request.what)
         ops.check()
-        # Weights and scales that a constant expression computes become constants, so that the pairs can be stored as codes.
+        # Weights and scales computed by constant expressions become constants, so that integers can be stored.
         onnxscript.optimizer.fold_constants(exported, should_fold=lambda node: node.domain != DOMAIN)
         finish(exported)
         seen = Counter[str]()
@@ -376,7 +375,7 @@ def written(
 
 
 def require_extra(what: str) -> None:
-    """Raise ImportError, which says what to install, where the packages for ONNX are missing."""
+    """Raise ImportError, with the packages to install, if the packages for ONNX are missing."""
     for package in ("onnx", "onnxruntime", "onnxscript"):
         needed(package, what, "onnx")
 
@@ -385,8 +384,8 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
     names = ops_put_in(model)
     if names:
         warnings.warn(
-            f"export_onnx: {', '.join(map(repr, names))} came into the model after it was quantized and is float in the file; "
-            f"make that change in the float model, and quantize it again.",
+            f"export_onnx: {', '.join(map(repr, names))} was added to the model after quantization, and is float in the file; "
+            "make that change in the float model, and quantize it again.",
             stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
         )
 
@@ -397,9 +396,9 @@ def _warn_of_saturation(path: str | os.PathLike[str], grids: Mapping[str, Grid])
     names = [name for name, grid in grids.items() if grid.quantizing and grid.shifts]
     if names and processor_saturates():
         warnings.warn(
-            f"export_onnx: {str(path)!r} has int8 codes at {some(names)}, and onnxruntime's sums of their products saturate on "
-            f"processors without VNNI, as this one is: its results are wrong here. Pass weight_codes='uint8', whose sums are "
-            f"exact on every processor, or quantize weights to 7 bits.",
+            f"export_onnx: {str(path)!r} has int8 weights at {some(names)}. This processor has no VNNI instructions, so "
+            "onnxruntime's sums saturate and its results are wrong here. Pass weight_codes='uint8', whose sums are exact on "
+            "every processor, or quantize weights to 7 bits.",
             stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
         )
 
@@ -408,8 +407,8 @@ def _check_formats(source: ExportSource) -> None:
     for name, grid in source.grids.items():
         if grid.spec.format == "nnie":
             raise ValueError(
-                f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; "
-                f"qtoolkit.export.encodings writes the float model and the ranges for the target's own compiler."
+                f"export_onnx: {name!r} quantizes to format={grid.spec.format!r}, for which ONNX has no node; use "
+                "qtoolkit.export.encodings, which writes the float model and the ranges for the target's own compiler."
             )
 
 
@@ -420,7 +419,7 @@ def _in_type(
     casts_ends: bool,
     model: "onnx_ir.Model",
 ) -> None:
-    """Finish a file, and write what a file in float16 has in float32: some ops, and with `casts_ends` its ends."""
+    """Finish a file. In a float16 file, keep some ops in float32, and with `casts_ends` the inputs and outputs too."""
     import onnxscript.optimizer
 
     from qtoolkit.export.passes.float32_ops import keep_float32_ends, keep_float32_ops
@@ -437,7 +436,7 @@ def _in_type(
 
 
 def _finish(model: "onnx_ir.Model", backend: Backend, opset: int, integer_weights: bool) -> None:
-    """Write the Q/DQ pairs in the opset, and what runtimes have kernels for."""
+    """Write the Q/DQ pairs in the opset, and rewrite ops for runtimes' kernels."""
     import onnxscript.optimizer
 
     from qtoolkit.export.pairs.lowering import lower

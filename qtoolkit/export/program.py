@@ -1,4 +1,4 @@
-"""export_program(): a model as a program of torch.export, in the form that PT2E gives to the delegates of ExecuTorch."""
+"""export_program(): a model as a torch.export program, in the PT2E form that ExecuTorch's delegates expect."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from qtoolkit.quantizers.frozen import DynamicActivation, Grid
 
 @dataclass(frozen=True)
 class Decomposed:
-    """A program, with what it was made from."""
+    """A program, and the source that it was made from."""
 
     program: ExportedProgram  # the program
     converted: nn.Module  # the converted model
@@ -31,27 +31,27 @@ class Decomposed:
 def export_program(
     model: nn.Module, example_inputs: object, dynamic_shapes: DynamicShapes | None = None
 ) -> ExportedProgram:
-    """Return a calibrated or converted model as a program of torch.export with the ops of `quantized_decomposed`.
+    """Return a calibrated or converted model as a torch.export program with the ops of `quantized_decomposed`.
 
-    This is the form of torchao's `convert_pt2e`, which XNNPACK and other delegates of ExecuTorch match. Weights are integer
-    codes with a dequantize op. An activation has one quantize op, and a dequantize op for each taker. Biases stay float.
+    This is the form of torchao's `convert_pt2e`, which XNNPACK and other ExecuTorch delegates recognize. Weights are integers
+    with a dequantize op. An activation has one quantize op, and a dequantize op for each user. Biases stay float.
 
-    Weights are bit-equal to the converted model's. `quantize_per_tensor` multiplies by 1 / scale, where qtoolkit, like ONNX,
-    divides: a value within a rounding error of the middle between two codes may get the other one.
+    Weights equal the converted model's exactly. `quantize_per_tensor` multiplies by 1 / scale, while qtoolkit and ONNX divide
+    by the scale: values at a rounding boundary may differ by one step.
 
     Args:
-        model: What `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert` returned. It is not changed.
+        model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`. It is not changed.
         example_inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
         dynamic_shapes: Dynamic dimensions in the format of torch.export: ({0: torch.export.Dim("batch")},) for one input.
 
     Returns:
-        The program. `.module()` runs it. `torch.export.save` writes it; a process that loads it registers torch's ops first,
-        as `import executorch.exir` and `import torchao.quantization.pt2e` do.
+        The program. Run it with `.module()`, and save it with `torch.export.save`. A process that loads it must first register
+        the ops, for example with `import executorch.exir` or `import torchao.quantization.pt2e`.
 
     Raises:
-        ValueError: The form cannot hold a quantizer: a float format, blocks of channels, scales of the output channels of a
-            transposed convolution with groups, scales computed from the input; or the model is not float32.
-        RuntimeError: A quantizer saw no data, torch.export cannot export the model, or this torch does not have the ops.
+        ValueError: The form cannot express a quantizer (a float format, blocks of channels, per-output-channel scales of a
+            grouped transposed convolution, dynamic scales), or the model is not float32.
+        RuntimeError: A quantizer is not calibrated, torch.export cannot export the model, or this torch version lacks the ops.
         TypeError: The model has no quantizers, or the example inputs do not match its forward.
 
     Example:
@@ -70,7 +70,7 @@ def decomposed(model: nn.Module, example_inputs: object, dynamic_shapes: Dynamic
     converted = source.model
     for name, grid in converted.named_modules():
         if reason := _reason(grid):
-            raise ValueError(f"{what}: quantized_decomposed cannot hold {name!r}, which has {reason}.")
+            raise ValueError(f"{what}: quantized_decomposed cannot express {name!r}, which has {reason}.")
     args, kwargs = call_arguments(converted, source.example_inputs, f"{what}: example_inputs do")
 
     def capture(module: nn.Module) -> ExportedProgram:
@@ -85,18 +85,18 @@ def decomposed(model: nn.Module, example_inputs: object, dynamic_shapes: Dynamic
 
 
 def _reason(grid: nn.Module) -> str:
-    """Return why the form cannot hold a quantizer, and the remedy; "" if it can."""
+    """Return why the form cannot express a quantizer, and the remedy; "" if it can."""
     if isinstance(grid, DynamicActivation):
-        return "scales that are computed from each input; take a spec without dynamic"
+        return "scales that are computed from each input; use a spec without dynamic"
     if not isinstance(grid, Grid):
         return ""
     if grid.spec.format != "int":
-        return f"format={grid.spec.format!r}; take integers"
+        return f"format={grid.spec.format!r}; use format='int'"
     if grid.spec.block_size:
-        return f"a scale for each block of {grid.spec.block_size} channels; take a spec without group_size"
+        return f"a scale for each block of {grid.spec.block_size} channels; use a spec without group_size"
     if grid.group > 1 and grid.scale.numel() > 1:
         return (
             f"{grid.scale.numel()} scales along the output channels of {grid.group} groups of a transposed convolution; give "
-            f"the layer a weight spec with axis=None by QConfigMapping.set_module_name"
+            "the layer a weight spec with axis=None with QConfigMapping.set_module_name"
         )
     return ""

@@ -1,10 +1,10 @@
 """A captured graph in the PT2E form: each fake-quantization becomes ops of `quantized_decomposed`.
 
-- A weight becomes its integer codes and one dequantize op.
-- An activation becomes one quantize op, and a dequantize op for each op that takes it.
-- A constant on the grid of integer sums (a bias) stays float: its values are multiples of the steps.
-- Ops that move values stand between pairs: the pair of their input is repeated behind them, which changes no value.
-- A mean over an image keeps the dimensions, which is what delegates compute on codes; a flatten behind it drops them.
+- A weight becomes integers and one dequantize op.
+- An activation becomes one quantize op, and a dequantize op for each user.
+- A constant on the accumulator's grid (a bias) stays float: its values are multiples of the steps.
+- Data movement ops are between pairs: the pair of their input is repeated after them, which changes no value.
+- A mean over an image keeps the dimensions, because delegates compute this form in integers; a flatten after it drops them.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel",
 class Quantizers:
     """The quantizers of a decomposed graph."""
 
-    # the dotted name of each quantize op's quantizer, in the order of the graph; "" of a repeated pair
+    # the dotted name of each quantize op's quantizer, in the order of the graph; "" for a repeated pair
     activations: list[str]
     stored: dict[str, Tensor]  # the codes that the graph stores, by the dotted name of their quantizer
 
@@ -46,7 +46,7 @@ class PairArguments:
     """The arguments of a quantize op and its dequantize ops."""
 
     quantizer: str  # the dotted name of the quantizer; "" where the pair is repeated behind an op that moves values
-    # scale, zero point, the axis of channels where each has its own, lowest and highest code, dtype
+    # scale, zero point, the channel axis for per-channel scales, lowest and highest integer, dtype
     args: tuple[Argument, ...]
     per_channel: bool = False  # whether scales and zero points are tensors, the names of constants
 
@@ -54,7 +54,8 @@ class PairArguments:
 class Decomposition:
     """Replaces each fake-quantization of a graph that `torch.export` captured from a converted model.
 
-    `weights` has the dotted name of each layer's weight, by its quantizer's. Raises ValueError: the form cannot hold one.
+    `weights` maps the name of each weight quantizer to the name of its weight. Raises ValueError: the form cannot express a
+    quantizer.
     """
 
     def __init__(self, gm: fx.GraphModule, weights: Mapping[str, str]) -> None:
@@ -89,9 +90,9 @@ class Decomposition:
         name = str(scale.target).removesuffix(".scale") if scale.op == "get_attr" else node.name
         if scales is None or x.meta["val"].dtype != torch.float32:
             raise ValueError(
-                f"export_program: {name!r} quantizes {x.meta['val'].dtype} by a scale that is "
-                f"{'computed from the inputs' if scales is None else 'fixed'}, but quantized_decomposed holds fixed scales of "
-                f"float32 tensors; export model.float(), without dynamic activations."
+                f"export_program: {name!r} quantizes {x.meta['val'].dtype} with {'dynamic' if scales is None else 'fixed'} "
+                "scales, but quantized_decomposed supports only fixed scales and float32 tensors; export model.float(), "
+                "without dynamic activations."
             )
         zero_points = None if zero_point is None else self._constant(zero_point)
         constant = self._constant(x)
@@ -126,7 +127,7 @@ class Decomposition:
         return codes
 
     def _dequantize(self, values: fx.Node, codes: fx.Node, pair: PairArguments) -> None:
-        """Give each op that takes a tensor a dequantize op of its own, as PT2E does."""
+        """Give each user of a tensor its own dequantize op, as PT2E does."""
         for user in list(values.users):
             if user is codes:
                 continue
@@ -145,7 +146,7 @@ class Decomposition:
         return node
 
     def _keep_dimensions(self, mean: fx.Node) -> None:
-        """Drop the dimensions behind the mean, or behind the quantizer that alone takes it."""
+        """Drop the dimensions after the mean, or after the quantizer that is its only user."""
         mean.args = (*mean.args[:2], True)
         (taker, *others) = mean.users
         quantized = taker.target is FAKE_QUANT and not others
@@ -172,7 +173,7 @@ class Decomposition:
             self._dequantize(node, codes, pair)
 
     def _moved(self, node: fx.Node) -> PairArguments | None:
-        """Return the pair of the inputs of an op that moves values; None of another op, or where the inputs differ."""
+        """Return the pair of the inputs of a data movement op; None for another op, or if the inputs differ."""
         kinds = OF_ATEN.get(name_of_op(node), ())
         if not any(kind.moves or kind.concatenates for kind in kinds):
             return None
@@ -187,7 +188,7 @@ class Decomposition:
     # ---- constants
 
     def _constant(self, node: fx.Node) -> Tensor | None:
-        """Return the tensor of a node that does not depend on the inputs; None of another."""
+        """Return the tensor of a node that does not depend on the inputs; None for other nodes."""
         if node not in self.constants:
             stored = attrgetter(str(node.target))(self.gm) if node.op == "get_attr" else None
             known = {source: self._constant(source) for source in node.all_input_nodes}
@@ -196,7 +197,7 @@ class Decomposition:
         return self.constants[node]
 
     def _add(self, place: str, value: Tensor) -> fx.Node:
-        """Return a node that reads a constant, which gets a new name unless it is there."""
+        """Return a node that reads a constant, which is added under a new name if necessary."""
         name = place.replace(".", "_")
         names = chain([name], (f"{name}_{number}" for number in count(1)))
         free = next(each for each in names if not hasattr(self.gm, each) or _equal(getattr(self.gm, each), value))
@@ -207,8 +208,8 @@ class Decomposition:
         left = [node for node in self.graph.nodes if str(node.target).startswith("qtoolkit.")]
         if left:
             raise ValueError(
-                f"export_program: quantized_decomposed has no form for {left[0].target} at {left[0].name!r}; take a quantizer "
-                f"with integer codes there, or leave the layer float."
+                f"export_program: quantized_decomposed has no form for {left[0].target} at {left[0].name!r}; use an integer "
+                "quantizer there, or keep the layer in float."
             )
 
     def _drop_unused(self) -> None:
@@ -219,7 +220,7 @@ class Decomposition:
 
 
 def computed(node: fx.Node, known: Mapping[fx.Node, Tensor | None]) -> Tensor:
-    """Return what a call computes of tensors that are known."""
+    """Return the result of a call on known tensors."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator, no-any-return]
@@ -232,7 +233,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def name_of_op(node: fx.Node) -> str:
-    """Return the name of the op of aten that a node calls, without its overload, or of the Python function."""
+    """Return the name of a node's aten op, without its overload, or of its Python function."""
     return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
 
 
@@ -254,18 +255,18 @@ def _equal(one: object, other: Tensor) -> bool:
 
 
 def _place(node: fx.Node) -> str:
-    """Return the name of a constant; a computed one has the node's."""
+    """Return the name of a constant; for a computed constant, the name of the node."""
     return str(node.target) if node.op == "get_attr" else node.name
 
 
 def decomposed_ops() -> SimpleNamespace:
-    """Return the ops by their names. Raises RuntimeError: this torch does not have them."""
+    """Return the ops by name. Raises RuntimeError: this torch version lacks them."""
     try:
         import_module(MODULE)  # registers the ops
         found = {name: getattr(torch.ops.quantized_decomposed, name).default for name in NAMES}
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"export_program: torch {torch.__version__} does not have the ops of quantized_decomposed ({error}); import the "
-            f"package that defines them (torchao), or take torch 2.11 to 2.14."
+            "package that defines them (torchao), or use torch 2.11 to 2.14."
         ) from error
     return SimpleNamespace(**found)

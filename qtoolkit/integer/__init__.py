@@ -1,1 +1,1 @@
-"""Ops on integer codes, as runtimes compute them: exact sums, and each runtime's own rounding."""
+"""Integer arithmetic of runtimes: exact sums, and the rounding of each runtime."""

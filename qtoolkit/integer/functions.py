@@ -1,4 +1,4 @@
-"""Functions with a weight, F.conv2d(x, weight), computed by the kernels of layers."""
+"""Functions with a weight, such as F.conv2d(x, weight), computed by the kernels of layers."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from qtoolkit.integer.kernels import LayerKernel, OpKernel
 
 
 class FunctionKernel(OpKernel):
-    """Computes a function by the kernel of the layer that computes the same, with its own copies of weight and bias."""
+    """Computes a function with the kernel of the equivalent layer, and its own copies of weight and bias."""
 
     def __init__(self, op: Callable[..., Tensor], kernel: LayerKernel, kind: str, replaces: str) -> None:
         super().__init__(op, [], None, kind, replaces)
@@ -17,17 +17,17 @@ class FunctionKernel(OpKernel):
 
     @property
     def active(self) -> bool:
-        """Whether the function computes on codes."""
+        """Whether the function computes in integers."""
         return self.kernel.active
 
     def refresh(self) -> None:
-        """Take the weight and the bias from the next call, which has them as the model is now."""
+        """Copy the current weight and bias from the next call."""
         self._changed = True
 
     def compute(
         self, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: object, **kwargs: object
     ) -> Tensor:
-        """Return the output; the weight and the bias count where a state dict was loaded."""
+        """Return the output; weight and bias are used only after a state dict was loaded."""
         if self._changed:
             layer = self.kernel.layer
             layer.weight = nn.Parameter(weight.detach(), False)

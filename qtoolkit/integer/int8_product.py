@@ -1,6 +1,6 @@
-"""Sums of codes by torch's own int8 products, for layers of converted models: oneDNN's on the CPU, of matrices on a GPU.
+"""Integer sums with torch's int8 products, for layers of converted models: oneDNN on the CPU, matrix products on a GPU.
 
-csrc/layer/onednn.h and csrc/layer/code_sums.h have them.
+See csrc/layer/onednn.h and csrc/layer/code_sums.h.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from qtoolkit.ops.layer import Geometry
 from qtoolkit.ops.sums import Bounds, has_int8_product, is_exact
 from qtoolkit.quantizers.frozen import code_dtype
 
-# (unsigned codes, their zero point) -> sums of products of codes minus the zero point, rounded to float32
+# (unsigned integers, their zero point) -> sums of products of integers minus the zero point, rounded to float32
 Int8Sums = Callable[[Tensor, int], Tensor]
 CodeSums = Callable[[Tensor, Tensor | None], Tensor]  # (codes, their zero point) -> sums, float32 or float64
 MOST_WEIGHTS = (2**31 - 1) // 128  # the largest sum of an output's magnitudes with which all sums fit in int32
 
 
 def int8_sums(layer: Any, weight: Tensor, shape: list[int]) -> Int8Sums | None:
-    """Return a function that computes the sums of a convolution or a linear layer, or None where torch has none.
+    """Return a function that computes the sums of a convolution or a linear layer; None if torch has none.
 
-    None too where a trial shows that torch's sums are not exact, as on processors without VNNI, whose int8 products saturate;
-    sums are then computed in float32 and float64. The codes of the weight, minus the zero point and on the CPU, are laid out
-    for the shape of the input.
+    Also None if a trial shows that torch's sums are not exact, as on processors without VNNI, where int8 products saturate;
+    sums are then computed in float32 and float64. The integer weight, minus the zero point and on the CPU, is packed for the
+    shape of the input.
     """
     by_numbers = not isinstance(getattr(layer, "padding", 0), str)
     zero_padding = by_numbers and getattr(layer, "padding_mode", "zeros") == "zeros"
@@ -48,16 +48,16 @@ def _fits(weight: Tensor) -> bool:
 
 
 def computes_on(device: torch.device) -> bool:
-    """Return whether layers on a device compute by `code_sums`: on a GPU, where torch has the product."""
+    """Return whether layers on a device compute with `code_sums`: on a GPU, if torch has the product."""
     return device.type == "cuda" and has_int8_product(device)
 
 
 def code_sums(
     source: QuantSpec, weight: QuantSpec, geometry: Geometry | None, bounds: Bounds, codes: Tensor
 ) -> CodeSums | None:
-    """Return a function that computes the sums of a layer, or None where they are no product of two int8 matrices.
+    """Return a function that computes the sums of a layer; None if they are not a product of two int8 matrices.
 
-    They are float32 where that holds them by `bounds`, else float64. `geometry` is None where only torch's own op computes it.
+    They are float32 if `bounds` fit into it, else float64. `geometry` is None if only torch's own op computes the layer.
     """
     in_bytes = code_dtype(source.qmin, source.qmax).itemsize == 1 and code_dtype(weight.qmin, weight.qmax) == torch.int8
     of_codes = torch.classes.qtoolkit.CodeSums

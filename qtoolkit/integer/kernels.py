@@ -1,6 +1,6 @@
-"""Kernels: ops between quantizers, computed on codes. Their inputs and outputs are the values of these codes.
+"""Kernels: ops between quantizers, computed in integers. Their inputs and outputs are the dequantized values.
 
-A value on a grid determines its code, so tensors keep the values, which every other op, hook and report can read.
+A value on a grid determines its integer, so tensors keep the values, which every other op, hook and report can read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,22 +34,22 @@ class Side:
 
     @classmethod
     def of(cls, grid: Grid) -> "Side":
-        """Return the side of a quantizer as it is now."""
+        """Return the side of a quantizer in its current state."""
         return cls(grid, 0 if grid.zero_point is None else int(grid.zero_point))
 
     @property
     def scale(self) -> Tensor:
-        """The step between codes, float32, 0-d."""
+        """The step of the grid, float32, 0-d."""
         return self.grid.scale.reshape(())
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The lowest and the highest code, minus the zero point."""
+        """The lowest and the highest integer, minus the zero point."""
         return self.grid.spec.qmin - self.zero_point, self.grid.spec.qmax - self.zero_point
 
     @property
     def unsigned_zero_point(self) -> int:
-        """The zero point among unsigned codes: 128 more for signed ones."""
+        """The zero point of the unsigned integers; 128 is added for signed ones."""
         return self.zero_point + (128 if self.grid.spec.qmin < 0 else 0)
 
     def rounded(
@@ -59,21 +59,21 @@ class Side:
         return requantize(x, factor, self.scale, *self.ends, offset, zero_code, fused)
 
     def clamped(self, codes: Tensor) -> Tensor:
-        """Return the values of codes as a kernel computes them, within the range of the grid."""
+        """Dequantize integers like a kernel, clamped to the range of the grid."""
         return (codes - self.zero_point).clamp(*self.ends) * self.scale
 
     def unsigned_codes(self, x: Tensor) -> Tensor:
-        """Return the codes of values on the grid as uint8, 128 more for signed ones."""
+        """Return the integers of values on the grid as uint8; 128 is added for signed grids."""
         codes = self.grid.codes(x)
         return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8) ^ 128
 
     def centred(self, x: Tensor) -> Tensor:
-        """Return the codes of values on the grid minus the zero point: integers in float32."""
+        """Return the integers of values on the grid, minus the zero point, in float32."""
         return centred_codes(x, self.scale)
 
 
 class Kernel(nn.Module):
-    """Computes one op, at one place of the graph, on the codes of its inputs; its output may have no quantizer."""
+    """Computes one op of the graph on the integers of its inputs; its output may have no quantizer."""
 
     NAME: ClassVar[str]  # the runtime's name of the op
     enabled: bool = True  # whether it computes on codes; otherwise the op computes in float
@@ -87,18 +87,18 @@ class Kernel(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether the op computes on codes: not where a quantizer is off (`qtoolkit.disable_quantization`), nor for ONNX."""
+        """Whether the op computes in integers: False if a quantizer is disabled, and in ONNX export."""
         if not self.enabled or running().for_onnx:
             return False
         return all(side.grid.quantizing for side in (*self.inputs, self.output) if side is not None)
 
     def refresh(self) -> None:
-        """Compute what depends on scales and weights alone; to be called when they have changed."""
+        """Compute the constants that depend only on scales and weights; call it after they change."""
         self.inputs = tuple(Side.of(side.grid) for side in self.inputs)
         self.output = None if self.output is None else Side.of(self.output.grid)
 
     def constant(self, name: str, value: Tensor | None) -> None:
-        """Store a tensor that moves with the model, and that a state dict does not hold."""
+        """Store a tensor that moves with the model but is not in its state dict."""
         self.register_buffer(name, value, persistent=False)
 
 
@@ -110,13 +110,13 @@ def output_of(kernel: Kernel) -> Side:
 
 
 def takes_two(node: fx.Node, inputs: Sequence[Grid]) -> bool:
-    """Return whether a call takes two quantized tensors, and nothing else."""
+    """Return whether a call takes exactly two quantized tensors."""
     return len(inputs) == len(node.args) == 2 and not node.kwargs
 
 
 @contextmanager
 def in_float(model: nn.Module) -> Iterator[None]:
-    """Let a model compute as its float form does, for the duration of a `with` block."""
+    """Let a model compute like its float form within a `with` block."""
     kernels = [module for module in model.modules() if isinstance(module, Kernel)]
     grids = [module for module in model.modules() if isinstance(module, Grid) and module.quantizes_as]
     with attribute_kept(kernels, "enabled"), attribute_kept(grids, "quantizes_as"):
@@ -128,18 +128,18 @@ def in_float(model: nn.Module) -> Iterator[None]:
 
 
 class LayerKernel(Kernel):
-    """Computes a layer with a quantized weight, of a layer with several calls this one. The layer owns it, and calls it."""
+    """Computes one call of a layer with a quantized weight. The layer owns and calls it."""
 
-    # whether it returns floats, which the quantizer of the output, if there is one, quantizes
+    # whether it returns floats, which the output quantizer (if there is one) quantizes
     TO_FLOAT: ClassVar[bool] = False
 
     codes: Tensor  # the codes of the weight, float32
     steps: Tensor  # the steps of the sums, shaped to broadcast over an output
-    # the codes of the bias on the grid of the sums, shaped likewise, in float64 where float32 cannot hold the sums; None
+    # the integers of the bias on the accumulator's grid, with its shape, in float64 if float32 cannot hold the sums; None
     # without a bias
     bias: Tensor | None
     bounds: Bounds
-    # torch's kernel, with the weight packed for the last shape of the input; the same on a GPU, of the last call
+    # torch's kernel, with the weight packed for the last input shape; on a GPU, for the last call
     _int8: dict[torch.Size, int8_product.Int8Sums | None]
     _products: dict[tuple[torch.device, Geometry | None], int8_product.CodeSums | None]
 
@@ -155,16 +155,16 @@ class LayerKernel(Kernel):
 
     @property
     def active(self) -> bool:
-        """Whether the layer computes on codes: not where a quantizer of it, or of its weight, is off."""
+        """Whether the layer computes in integers: not if its quantizer or its weight quantizer is disabled."""
         return super().active and self.layer.weight_quantizer is not None and self.layer.weight_quantizer.quantizing
 
     @property
     def input_scale(self) -> Tensor:
-        """The step of the input as the runtime has it, 0-d."""
+        """The step of the input in the runtime, 0-d."""
         return self.inputs[0].scale
 
     def refresh(self) -> None:
-        """Compute the constants for the layer's present weight, bias and scales."""
+        """Compute the constants for the layer's current weight, bias and scales."""
         super().refresh()
         layer, grid = self.layer, self.layer.weight_quantizer
         if not isinstance(grid, Grid):
@@ -183,7 +183,7 @@ class LayerKernel(Kernel):
         self.constant("bias", None if bias is None else layer.along_channels(bias))
 
     def sums(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return the exact sums of products of codes, without the bias: integers in float32 or float64."""
+        """Return the exact sums of integer products, without the bias: integers in float32 or float64."""
         run, (source,) = running(), self.inputs
         int8 = self._int8_sums(run, x)
         by_product = self._sums_by_product(run, x, *args, **kwargs)
@@ -202,7 +202,7 @@ class LayerKernel(Kernel):
         return exact_sums(product, source.centred(x), self.codes, self.bounds, transforms)
 
     def _int8_sums(self, run: Run, x: Tensor) -> int8_product.Int8Sums | None:
-        """Return torch's int8 kernel of the layer; None where there is none, and for graphs, which do not hold its weights."""
+        """Return torch's int8 kernel of the layer; None if there is none, and in graphs, which cannot hold packed weights."""
         if run.compiled or not x.is_cpu or not x.numel() or x.dim() < self.codes.dim():
             return None
         if x.shape not in self._int8:
@@ -210,7 +210,7 @@ class LayerKernel(Kernel):
         return self._int8[x.shape]
 
     def _sums_by_product(self, run: Run, x: Tensor, *args: object, **kwargs: object) -> int8_product.CodeSums | None:
-        """Return the layer as a product of int8 matrices; None where it is none, on other devices, and for graphs."""
+        """Return the layer as a product of int8 matrices; None for other layers, on other devices, and in graphs."""
         weight = self.layer.weight_quantizer
         if run.compiled or weight is None or not int8_product.computes_on(x.device):
             return None
@@ -224,19 +224,19 @@ class LayerKernel(Kernel):
         return {**vars(self), "_int8": {}, "_products": {}}  # packed weights cannot be copied
 
     def sums_with_bias(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return the exact sums with the codes of the bias: integers in float32 or float64."""
+        """Return the exact sums including the bias: integers in float32 or float64."""
         sums = self.sums(x, *args, **kwargs)
         return sums if self.bias is None else sums + self.bias
 
 
 class FloatOutput(LayerKernel):
-    """f32(f32(sums) * f32(xs * ws)) + bias, in float32; activations and what follows are float32 too."""
+    """f32(f32(sums) * f32(xs * ws)) + bias, in float32; activations and the following ops are float32 too."""
 
     NAME, TO_FLOAT = "int8 product", True
     float_bias: Tensor | None  # shaped to broadcast over an output
 
     def refresh(self) -> None:
-        """Store the bias: as the file has it, where it is rounded to the grid of the sums."""
+        """Store the bias with the value in the file, where it is rounded to the accumulator's grid."""
         super().refresh()
         bias = self.layer.bias_in_sums(self.layer.bias, self.layer.layer_calls[self._number])
         self.constant("float_bias", None if bias is None else self.layer.along_channels(bias.detach()))
@@ -248,7 +248,7 @@ class FloatOutput(LayerKernel):
 
 
 class OpKernel(Kernel):
-    """Computes a function, a method or a module without weights, of this kind, that a graph called; it replaces that call.
+    """Computes a function, a method or a module without weights of this kind; it replaces a call in a graph.
 
     `replaces` is the name of the op in reports.
     """
@@ -272,11 +272,11 @@ class OpKernel(Kernel):
         return type(self.op) if isinstance(self.op, nn.Module) else self.op
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Return the values of the output's codes; of the op in float where quantization is off."""
+        """Return the quantized output; the float output if quantization is disabled."""
         return self.compute(*args, **kwargs) if self.active else self.op(*args, **kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the values of the output's codes."""
+        """Return the quantized output."""
         raise NotImplementedError
 
 

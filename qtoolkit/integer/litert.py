@@ -1,7 +1,7 @@
-"""LiteRT's reference kernels on int8, which microcontrollers run, operation by operation.
+"""LiteRT's int8 reference kernels, which microcontrollers run, op by op.
 
-They scale sums in fixed point and round twice (csrc/requantize.h). Sources are files of tensorflow/lite/kernels, read and then
-compared with ai-edge-litert 2.3 code by code. Scales xs, ws, ys are float32; the factors are products in float64.
+They scale sums in fixed point and round twice (csrc/requantize.h). Sources are files of tensorflow/lite/kernels; every output
+value was compared with ai-edge-litert 2.3. Scales xs, ws, ys are float32; the factors are products in float64.
 """
 
 import math
@@ -39,12 +39,12 @@ ABSORBS = backends["litert"].joined_activations
 
 
 def requantized(sums: Tensor, factor: Tensor, output: Side, count: int = 1, rounded_once: bool = False) -> Tensor:
-    """Return the values of the codes sums * factor; see `qtoolkit.ops.requantize.requantize_fixed_point`."""
+    """Return sums * factor, requantized; see `qtoolkit.ops.requantize.requantize_fixed_point`."""
     return requantize_fixed_point(sums, factor, output.scale, *output.ends, count, rounded_once)
 
 
 class LitertConvolution(LayerKernel):
-    """Convolutions, depthwise and transposed ones too: factor xs ws / ys, bias in the sums.
+    """Convolutions, including depthwise and transposed: factor xs ws / ys, bias in the sums.
 
     Source: reference/integer_ops/conv.h, depthwise_conv.h, transpose_conv.h, and kernel_util.cc.
     """
@@ -60,13 +60,13 @@ class LitertConvolution(LayerKernel):
             self.constant("factor", scales / output_of(self).scale.double())
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return the values of the output's codes."""
+        """Return the quantized output."""
         sums = self.sums_with_bias(x, *args, **kwargs)
         return requantized(sums, self.factor, output_of(self), rounded_once=self.ROUNDS_ONCE)
 
 
 class FullyConnected(LitertConvolution):
-    """Linear layers, whose sums are rounded once. Source: reference/integer_ops/fully_connected.h, as measured."""
+    """Linear layers; their sums are rounded once. Source: reference/integer_ops/fully_connected.h, as measured."""
 
     NAME, ROUNDS_ONCE = "FULLY_CONNECTED", True
 
@@ -92,7 +92,7 @@ class Multiply(QLinearMul):
 
 
 class Add(SumKernel):
-    """A sum of operands that are scaled to twice the larger step first, with 20 bits more. Source: add.cc."""
+    """A sum of operands; each is first scaled to twice the larger step, with 20 more bits. Source: add.cc."""
 
     NAME, HOW = "ADD", {"rounded_twice": True}
 
@@ -128,7 +128,7 @@ class Absolute(OpKernel):
 
 
 class AveragePool(OpKernel):
-    """The mean of the codes of a window, halves rounded away from code zero. Source: reference/integer_ops/pooling.h."""
+    """The mean of the integers of a window, halves rounded away from 0. Source: reference/integer_ops/pooling.h."""
 
     NAME = "AVERAGE_POOL_2D"
 
@@ -138,7 +138,7 @@ class AveragePool(OpKernel):
         return output.clamped(average_codes(sums + counts * source.zero_point, counts))
 
     def _sums_and_counts(self, codes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the sums of windows, and the numbers of elements in them."""
+        """Return the sums of windows, and their numbers of elements."""
         op = self.op
         if self.object_type in GLOBAL_IF_ONE:  # export_litert takes no windows of different sizes
             sums, count = sums_of_means(op, codes, *args, **kwargs)
@@ -166,7 +166,7 @@ def _window_of(
 
 
 class Mean(OpKernel):
-    """The sum times xs / ys / n, whose division by n is inside of the 31 bits. Source: reduce.cc."""
+    """The sum times xs / ys / n; the division by n is part of the 31-bit factor. Source: reduce.cc."""
 
     NAME = "MEAN"
 
@@ -177,9 +177,9 @@ class Mean(OpKernel):
 
 
 class LookupTable(OpKernel):
-    """A function of one code, in float32, times f32(1 / ys). Source: LUTPopulate in internal/common.h."""
+    """A function of one integer, in float32, times f32(1 / ys). Source: LUTPopulate in internal/common.h."""
 
-    NAME = "table of 256 codes"
+    NAME = "table of 256 values"
 
     def compute(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         output = output_of(self)
@@ -187,7 +187,7 @@ class LookupTable(OpKernel):
 
 
 class Softmax(OpKernel):
-    """In fixed point: exponentials with 31 bits, their sum with 19. Source: reference/softmax.h."""
+    """In fixed point: 31-bit exponentials, their sum with 19 bits. Source: reference/softmax.h."""
 
     NAME = "SOFTMAX"
     input_step: float
@@ -202,7 +202,7 @@ class Softmax(OpKernel):
 
 
 class HardSwish(OpKernel):
-    """In 16 bits, with 7 of them behind the input's code. Source: reference/hard_swish.h."""
+    """In 16 bits, with 7 fractional bits after the input's integer. Source: reference/hard_swish.h."""
 
     NAME = "HARD_SWISH"
     input_step: float
@@ -218,7 +218,7 @@ class HardSwish(OpKernel):
 
 
 class ResizeLinear(OpKernel):
-    """Positions and weights with 10 bits behind the point. Source: reference/resize_bilinear.h."""
+    """Positions and weights with 10 fractional bits. Source: reference/resize_bilinear.h."""
 
     NAME = "RESIZE_BILINEAR"
 
@@ -240,7 +240,7 @@ class ResizeLinear(OpKernel):
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
-    """Return the kernel of a layer with sums of codes, or why it runs in float."""
+    """Return the integer kernel of a layer, or the reason why it runs in float."""
     kernel = LitertConvolution if layer.OP_KIND.convolves else FullyConnected
     return refusals.of_signed_layer(RUNTIME, layer, source, output) or kernel
 
@@ -248,9 +248,9 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 def op_kernel(
     kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
 ) -> type[OpKernel] | Refusal:
-    """Return the kernel of an op without weights, or why it runs in float."""
+    """Return the integer kernel of an op without weights, or the reason why it runs in float."""
     if kind not in _KERNELS:
-        how = f"no kernel here has the reference arithmetic of {with_article(kind)}"
+        how = f"the reference arithmetic of {with_article(kind)} is not implemented here"
         return Refusal(Cause.NO_KERNEL, how)
     kernel = _KERNELS[kind]
     if kernel is AveragePool and called_by(node) in MEANS:
@@ -267,16 +267,16 @@ def _refusal_of_call(
     if kernel is LeakyReLU and argument(node, 1, "negative_slope", 0.01) <= 0:
         return Refusal(Cause.CALL, "its slope is not positive")
     if kernel is AveragePool and (argument(node, 4, "ceil_mode", False) or argument(node, 6, "divisor_override")):
-        return Refusal(Cause.CALL, "its windows differ in size, or it divides by another number")
+        return Refusal(Cause.CALL, "its windows differ in size, or its divisor is not the window size")
     if kernel is ResizeLinear and argument(node, 3, "mode") != "bilinear":
-        return Refusal(Cause.CALL, "it resizes no images")
+        return Refusal(Cause.CALL, "its input is not an image")
     if kernel is Softmax and argument(node, 1, "dim") is None:
-        return Refusal(Cause.CALL, "it names no dimension")
+        return Refusal(Cause.CALL, "it has no dimension argument")
     return _refusal_of_steps(kernel, Side.of(inputs[0]), None if output is None else Side.of(output))
 
 
 def _refusal_of_steps(kernel: type[OpKernel], source: Side, output: Side | None) -> Refusal | None:
-    """Return why a kernel with a fixed point of its own does not take these steps between codes: its op says it."""
+    """Return why a kernel with its own fixed-point format does not support these steps, as determined by its op."""
     if output is None:
         return None
     code, step, of_output = torch.zeros(1), float(source.scale), float(output.scale)
@@ -290,7 +290,7 @@ def _refusal_of_steps(kernel: type[OpKernel], source: Side, output: Side | None)
     return NO_STEPS if kernel is Softmax and (of_output, output.ends) != (1 / 256, (0, 255)) else None
 
 
-NO_STEPS = Refusal(Cause.OUTPUT_CODES, "the fixed point of LiteRT's kernel does not hold its steps")
+NO_STEPS = Refusal(Cause.OUTPUT_CODES, "LiteRT's fixed-point kernel does not support its scales")
 POOLS: Mapping[object, Callable[..., Tensor]] = {
     nn.AvgPool1d: F.avg_pool1d,
     nn.AvgPool2d: F.avg_pool2d,

@@ -1,8 +1,8 @@
-"""onnxruntime's integer kernels on the CPU, at its default optimization level, operation by operation.
+"""onnxruntime's integer kernels on the CPU, at its default optimization level, op by op.
 
-Each formula is in float32, in the order of the kernel's own instructions; any other order gives other codes at rounding ties.
-Sources are files of onnxruntime 1.30 under onnxruntime/core, read and then compared with the library on millions of values.
-In the formulas, xs, ws, ys are scales of input, weight and output, xz and yz zero points, and f32(...) rounds to float32.
+Each formula is in float32, in the order of the kernel's instructions; other orders give other results at rounding ties. Sources
+are files of onnxruntime 1.30 under onnxruntime/core; the formulas were compared with the library on millions of values. In the
+formulas, xs, ws, ys are scales of input, weight and output, xz and yz zero points, and f32(...) rounds to float32.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,8 +28,8 @@ from qtoolkit.verdicts import Cause, Refusal
 class QLinearConv(LayerKernel):
     """QLinearConv, and QGemm with a quantized output: factor f32(f32(xs * ws) / ys), bias in the sums.
 
-    The codes are rint(clip(f32(f32(sums) * factor), qmin - yz, qmax - yz)) + yz, as all codes here that have a factor.
-    Source: providers/cpu/quantization/qlinearconv.cc, mlas/lib/requantize.cpp.
+    The result is rint(clip(f32(f32(sums) * factor), qmin - yz, qmax - yz)) + yz, as for all kernels here with a factor. Source:
+    providers/cpu/quantization/qlinearconv.cc, mlas/lib/requantize.cpp.
     """
 
     NAME = "QLinearConv"
@@ -40,7 +40,7 @@ class QLinearConv(LayerKernel):
         self.constant("factor", self.steps / output_of(self).scale)
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return the values of the output's codes."""
+        """Return the quantized output."""
         return output_of(self).rounded(self.sums_with_bias(x, *args, **kwargs), self.factor)
 
 
@@ -66,7 +66,7 @@ class QGemmToFloat(LayerKernel):
 class QLinearAdd(SumKernel):
     """QLinearAdd: rint(fma(a, ra, fma(b, rb, yz - fma(ra, az, f32(rb * bz))))) with ra = f32(as / ys), rb = f32(bs / ys).
 
-    Source: mlas/lib/intrinsics/avx2/qladd_avx2.cpp. Codes are unsigned: on x86 int8 codes become uint8 by adding 128
+    Source: mlas/lib/intrinsics/avx2/qladd_avx2.cpp. Integers are unsigned: on x86, int8 becomes uint8 by adding 128
     (optimizer/qdq_transformer/qdq_s8_to_u8.cc).
     """
 
@@ -83,7 +83,7 @@ class QLinearMul(OpKernel):
         return self.rounded(a.centred(x) * b.centred(other), a.scale * b.scale / output.scale, output)
 
     def rounded(self, products: Tensor, factor: Tensor, output: Side) -> Tensor:
-        """Return the values on the output's grid to which the kernel rounds products of codes times the factor."""
+        """Return integer products times the factor, rounded to the output's grid like in the kernel."""
         return output.rounded(products, factor, zero_code=output.unsigned_zero_point)
 
 
@@ -93,14 +93,14 @@ class QLinearMatMulOfTwo(OpKernel):
     NAME = "QLinearMatMul"
 
     def compute(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return the values of the output's codes, or the output in float."""
+        """Return the quantized output, or the float output."""
         (a, b), output = self.inputs, self.output
         sums, factor = exact_matmul(a.centred(x), b.centred(other), a.ends, b.ends), a.scale * b.scale
         return sums.float() * factor if output is None else output.rounded(sums, factor / output.scale)
 
 
 class QLinearGlobalAveragePool(OpKernel):
-    """QLinearGlobalAveragePool: the sum of codes, requantized by f32(xs / f32(ys * n)) for n values.
+    """QLinearGlobalAveragePool: the integer sum, requantized by f32(xs / f32(ys * n)) for n values.
 
     Source: mlas/lib/qlgavgpool.cpp.
     """
@@ -114,7 +114,7 @@ class QLinearGlobalAveragePool(OpKernel):
 
 
 def sums_of_means(mean: Callable[..., Tensor], codes: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, int]:
-    """Return the sums of codes of which an op with these arguments returns the means, in float64, and how many each has."""
+    """Return the integer sums of an op that computes means, in float64, and the number of values in each."""
     means = mean(codes.double(), *args, **kwargs)
     count = codes.numel() // max(means.numel(), 1)
     return (means * count).round(), count
@@ -136,25 +136,25 @@ class QLinearAveragePool(OpKernel):
 # ---- which op has which kernel
 
 CARRIES = (*MOVES, *CONCATS)  # the file repeats the pair behind these (Backend.repeated_pairs)
-# ONNX ops past which onnxruntime itself moves a DequantizeLinear forward, and back the QuantizeLinear that alone takes their
-# output. Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc.
+# ONNX ops past which onnxruntime itself moves a DequantizeLinear forward, and a QuantizeLinear that is the only user backward.
+# Optimizer: core/optimizer/qdq_transformer/qdq_propagation.cc.
 PAIRS_MOVE_PAST = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 ABSORBS = backends["onnxruntime"].joined_activations
-# QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax look codes up, and so do kernels that only move values.
+# Kernels by lookup table: QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax. (Kernels that only move data need none.)
 TABLES = ("leaky_relu", "sigmoid", "softmax")
-OTHER_TYPE = Refusal(Cause.OUTPUT_CODES, "its input and its output have codes of different types")
+OTHER_TYPE = Refusal(Cause.OUTPUT_CODES, "its input and its output have different integer types")
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
-    """Return the kernel of a layer with sums of codes, or why onnxruntime computes it in float.
+    """Return the integer kernel of a layer, or the reason why onnxruntime computes it in float.
 
     Source: core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
     """
     kind, weight = layer.OP_KIND, layer.weight_quantizer
     if kind.transposed and not _has_sub_pixel_form(layer):
-        return _no_kernel("onnxruntime has no integer kernel for a conv_transpose that is no convolution of sub-pixels")
+        return _no_kernel("onnxruntime has no integer kernel for a conv_transpose that has no sub-pixel form")
     if weight is not None and source.spec.qmin < 0 <= weight.spec.qmin:
-        return Refusal(Cause.WEIGHT_CODES, "its weight is unsigned and its input signed")
+        return Refusal(Cause.WEIGHT_CODES, "its weight is unsigned but its input is signed")
     refusal = _refusal_of_output([source], output)
     if kind.convolves:
         return refusal or QLinearConv
@@ -171,7 +171,7 @@ def _refusal_of_output(inputs: Sequence[Grid], output: Grid | None) -> Refusal |
 
 
 def _has_sub_pixel_form(layer: Any) -> bool:
-    """Return whether the file has a convolution for a transposed one (`qtoolkit.export.passes.sub_pixel`)."""
+    """Return whether the file has a convolution in place of a transposed one (`qtoolkit.export.passes.sub_pixel`)."""
     cuts = [(cut, cut) for cut in layer.padding]
     sizes, of_output = layer.kernel_size, layer.output_padding
     return sub_pixels_of_image(sizes, layer.stride, cuts, of_output, layer.dilation) is not None
@@ -180,9 +180,9 @@ def _has_sub_pixel_form(layer: Any) -> bool:
 def op_kernel(
     kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
 ) -> type[OpKernel] | Refusal:
-    """Return the kernel of an op without weights, or why onnxruntime computes it in float."""
+    """Return the integer kernel of an op without weights, or the reason why onnxruntime computes it in float."""
     if kind in TABLES:
-        return _no_kernel("the runtime's kernel is a table of the codes that the float op gives")
+        return _no_kernel("the runtime's kernel is a lookup table of the float op")
     if kind not in _KERNELS:
         return _no_kernel(f"onnxruntime computes {with_article(kind)} on dequantized values")
     kernel, refusal = _KERNELS[kind], refusals.of_inputs(*(grid.capability_now for grid in inputs))
@@ -206,7 +206,7 @@ def _average_pool(node: fx.Node) -> type[OpKernel] | Refusal:
     if argument(node, 6, "divisor_override"):
         return _no_kernel("its divisor is not the size of its window")
     plain = op in (nn.AvgPool2d, F.avg_pool2d)
-    return QLinearAveragePool if plain else _no_kernel("onnxruntime has an integer kernel for two dimensions only")
+    return QLinearAveragePool if plain else _no_kernel("onnxruntime has an integer kernel only for two dimensions")
 
 
 _KERNELS: Mapping[str, type[OpKernel]] = {

@@ -1,4 +1,4 @@
-"""A transposed convolution as a convolution whose channels are the pixels of a block, and a pixel shuffle."""
+"""Write a transposed convolution as a convolution with one channel per pixel of a block, and a pixel shuffle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 class SubPixel:
     """One dimension of a transposed convolution with stride s, as a convolution of stride 1 with s times the channels.
 
-    Output s * m + r is channel r at place m: the sum over taps of x[m + tap - before] times the weight at
-    s * (taps - 1 - tap) + r of the weight with `front` and `back` zeros around it.
+    Output s * m + r is channel r at position m: the sum over taps of x[m + tap - before] times the weight at s * (taps - 1 -
+    tap) + r of the weight with `front` and `back` zeros around it.
     """
 
     front: int  # zeros in front of the weight
@@ -23,7 +23,7 @@ class SubPixel:
 def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: int) -> SubPixel:
     """Return the form of one dimension of a weight with `size` taps, without dilation.
 
-    `padding` is cut off at the front and at the back, `output_padding` is added at the back.
+    `padding` is removed at the front and at the back, `output_padding` is added at the back.
 
     Example:
         >>> sub_pixel(4, 2, (1, 1), 0)
@@ -34,7 +34,7 @@ def sub_pixel(size: int, stride: int, padding: Sequence[int], output_padding: in
     front_cut, back_cut = padding
     longer = size + output_padding - stride - front_cut - back_cut  # than the input times the stride
     blocks = -(-longer // stride)
-    # With zeros around the weight where the padding cuts off inputs.
+    # With zeros around the weight if the padding cuts off inputs.
     first = min(-((stride - 1 + front_cut) // stride), blocks)
     last = max((size - 1 - front_cut) // stride, 0)
     taps = last - first + 1
@@ -49,10 +49,10 @@ def sub_pixels_of_image(
     output_padding: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[SubPixel, ...] | None:
-    """Return the form of both dimensions of a transposed convolution of images; None for one that has none.
+    """Return the form of both dimensions of a transposed convolution of images; None if there is none.
 
-    One with dilation, in one or three dimensions, or with two strides has none. Files and integer arithmetic ask here, so that
-    both mean the same layers.
+    There is none for dilation, for one or three dimensions, and for two different strides. Both file export and integer
+    arithmetic use this function, so they agree on the layers.
 
     Example:
         >>> len(sub_pixels_of_image((4, 4), (2, 2), ((1, 1), (1, 1)), (0, 0), (1, 1)))

@@ -1,4 +1,4 @@
-"""The module by which pickles of integer models name the bounds of their sums."""
+"""The module path under which pickles of integer models store the bounds of their sums."""
 
 from qtoolkit.ops.sums import Bounds
 

@@ -1,7 +1,7 @@
-"""XNNPACK's integer kernels (qs8), which ExecuTorch's delegate calls, operation by operation.
+"""XNNPACK's integer kernels (qs8), used by ExecuTorch's delegate, op by op.
 
-Sources are files of XNNPACK under src, read and then compared with executorch 1.5.1 on x86. Layers and products round as
-onnxruntime's kernels do; a sum is computed in fixed point.
+Sources are files of XNNPACK under src; the formulas were compared with executorch 1.5.1 on x86. Layers and products round like
+onnxruntime's kernels; sums are computed in fixed point.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,9 +25,9 @@ ABSORBS = backends["xnnpack"].joined_activations
 
 
 class Qs8Layer(QLinearConv):
-    """Convolutions, transposed ones too, and linear layers: f32(sums + bias) * f32(f32(xs * ws) / ys), rounded to even.
+    """Convolutions, transposed convolutions and linear layers: f32(sums + bias) * f32(f32(xs * ws) / ys), rounded to even.
 
-    Source: qs8-qc8w-gemm and its kin; the factors are in operators/convolution-nhwc.c.
+    Source: qs8-qc8w-gemm and related kernels; the factors are in operators/convolution-nhwc.c.
     """
 
     NAME = "qs8 sums"
@@ -36,8 +36,8 @@ class Qs8Layer(QLinearConv):
 class Add(SumKernel):
     """(bias + a * round(ra 2^shift) + b * round(rb 2^shift)) >> shift with ra = f32(as / ys), rb = f32(bs / ys).
 
-    The larger factor has 20 bits behind its highest one, and the bias has 2^(shift - 1): halves are rounded up.
-    Source: xnn_init_qs8_add_minmax_scalar_params in microparams-init.c, and qs8-vadd.
+    The larger factor has 20 bits after its highest bit, and the bias has 2^(shift - 1): halves are rounded up. Source:
+    xnn_init_qs8_add_minmax_scalar_params in microparams-init.c, and qs8-vadd.
     """
 
     NAME, HOW = "qs8 add", {"fixed_point": True}
@@ -56,7 +56,7 @@ class Multiply(QLinearMul):
 
 
 def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> type[LayerKernel] | Refusal:
-    """Return the kernel of a layer with sums of codes, or why it runs in float."""
+    """Return the integer kernel of a layer, or the reason why it runs in float."""
     if layer.weight.dim() > 4:
         what = f"{with_article(layer.KIND)} with a weight of {layer.weight.dim()} dimensions"
         return Refusal(Cause.NO_KERNEL, f"XNNPACK has no integer kernel for {what}")
@@ -66,9 +66,9 @@ def layer_kernel(layer: QuantWeighted, source: Grid, output: Grid | None) -> typ
 def op_kernel(
     kind: str, node: fx.Node, followers: Collection[OpKind], inputs: Sequence[Grid], output: Grid | None
 ) -> type[OpKernel] | Refusal:
-    """Return the kernel of an op without weights, or why it runs in float."""
+    """Return the integer kernel of an op without weights, or the reason why it runs in float."""
     if kind not in _KERNELS:
-        how = f"XNNPACK computes {with_article(kind)} in float, or in an order of roundings that is not known"
+        how = f"XNNPACK computes {with_article(kind)} in float, or with an unknown order of roundings"
         return Refusal(Cause.NO_KERNEL, how)
     if not takes_two(node, inputs):
         return refusals.OTHER_ARGUMENTS

@@ -1,1 +1,1 @@
-"""Other packages' models and trainers with quantizers of qtoolkit. Each module imports its package."""
+"""Integrations: models and trainers of other packages with qtoolkit's quantizers. Each module imports its package."""

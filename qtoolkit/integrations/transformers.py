@@ -1,10 +1,10 @@
-"""Models of Hugging Face: prepared ones stay a PreTrainedModel, and `save_pretrained` and `from_pretrained` keep quantizers.
+"""Hugging Face models: a prepared model stays a PreTrainedModel; `save_pretrained` and `from_pretrained` keep quantizers.
 
-Importing this module registers the method "qtoolkit" with transformers, by its register_quantization_config and
-register_quantizer. `qtoolkit.prepare` and `qtoolkit.quant_modules.replace` import it where they get a PreTrainedModel.
+Importing this module registers the method "qtoolkit" with transformers (register_quantization_config and register_quantizer).
+`qtoolkit.prepare` and `qtoolkit.quant_modules.replace` import it if they get a PreTrainedModel.
 
-A folder of `save_pretrained` has the state dict with the quantizers, and how the model was quantized, as the
-`quantization_config` of config.json. `from_pretrained` quantizes the float model anew, and loads the state.
+A folder of `save_pretrained` contains the state dict with the quantizers, and the options of the quantization in the
+`quantization_config` of config.json. `from_pretrained` quantizes the float model again, and loads the state.
 """
 
 import json
@@ -41,7 +41,7 @@ METHOD = "qtoolkit"
 
 
 class Record(TypedDict):
-    """What a file of weights says of the state dict in it."""
+    """The metadata of the state dict in a weight file."""
 
     tensors: list[tuple[str, list[int], str]]  # the names, with shapes and dtypes
     modules: object  # the metadata, encoded
@@ -49,24 +49,25 @@ class Record(TypedDict):
 
 @register_quantization_config(METHOD)
 class QtoolkitConfig(QuantizationConfigMixin):
-    """How a model of Hugging Face is quantized: the `quantization_config` of its config.
+    """Quantization options of a Hugging Face model: the `quantization_config` of its config.
 
-    `qtoolkit.prepare` and `qtoolkit.quant_modules.replace` set it, and `save_pretrained` writes it into config.json. Passed to
-    `from_pretrained` with a float model, it lets that model be quantized by module replacement; call `qtoolkit.calibrate` next.
+    `qtoolkit.prepare` and `qtoolkit.quant_modules.replace` set it, and `save_pretrained` writes it into config.json. If it is
+    passed to `from_pretrained` with a float model, that model is quantized by module replacement; call `qtoolkit.calibrate`
+    next.
 
     Args:
-        backend: The name of the target, which must be given.
-        qconfig_mapping: Which layers get which config: a QConfigMapping, or its JSON.
-        options: More keyword arguments of `replace`, or of `prepare` where there are inputs.
+        backend: The name of the target (required).
+        qconfig_mapping: The configs of the layers: a QConfigMapping, or its JSON.
+        options: More keyword arguments of `replace`, or of `prepare` if there are inputs.
         inputs: Shape and dtype of the example input for each argument of forward. None: module replacement.
         training: Whether `prepare` got the model in training mode.
-        lost: What the call was given that JSON does not hold; `from_pretrained` refuses such a folder.
+        lost: Arguments that JSON cannot hold; `from_pretrained` raises an error for such a folder.
         version: The version of qtoolkit.
         quant_method: "qtoolkit".
 
     Raises:
-        ValueError: The backend is not known.
-        TypeError: `backend` is left out.
+        ValueError: The backend is unknown.
+        TypeError: `backend` is missing.
 
     Example:
         >>> from qtoolkit.integrations.transformers import QtoolkitConfig
@@ -85,7 +86,7 @@ class QtoolkitConfig(QuantizationConfigMixin):
         version: str = __version__,
         quant_method: str = METHOD,
     ) -> None:
-        # A Backend of the user's own has no entry in the table, and is among what is lost.
+        # A custom Backend has no entry in the table, and is listed in `lost`.
         self.backend = backend if lost else backend_of(backend).name
         self.qconfig_mapping = (
             qconfig_mapping.to_json() if isinstance(qconfig_mapping, QConfigMapping) else qconfig_mapping
@@ -96,15 +97,15 @@ class QtoolkitConfig(QuantizationConfigMixin):
         self.quant_method = quant_method  # type: ignore[assignment]  # an enum of transformers' own
 
     def quantized(self, model: PreTrainedModel) -> nn.Module:
-        """Return a float model quantized in place as this says; only `replace` returns the same object.
+        """Quantize a float model with these options; `replace` changes it in place, `prepare` returns another object.
 
-        Raises ValueError for a model that was quantized by what JSON does not hold.
+        Raises ValueError for a model that was quantized with arguments that JSON cannot hold.
         """
         if self.lost:
             raise ValueError(
-                f"from_pretrained: this model was quantized with {some(self.lost)}, which config.json does not hold. Build the "
-                f"float model from its config, quantize it as before, and load the weights by "
-                f"qtoolkit.load_checkpoint(model, 'folder/model.safetensors')."
+                f"from_pretrained: this model was quantized with {some(self.lost)}, which config.json cannot hold. Build the "
+                "float model from its config, quantize it in the same way, and load the weights with "
+                "qtoolkit.load_checkpoint(model, 'folder/model.safetensors')."
             )
         types = {type(module) for module in model.modules()}
         text = self.qconfig_mapping
@@ -117,16 +118,16 @@ class QtoolkitConfig(QuantizationConfigMixin):
 
 
 def _example(model: PreTrainedModel, shape: list[int], dtype: str) -> Tensor:
-    """Return an input of zeros for a model, which may have another device or dtype than when it was saved."""
+    """Return an input of zeros for a model; its device or dtype may differ from the saved model."""
     kind = getattr(torch, dtype)
     return torch.zeros(shape, dtype=model.dtype if kind.is_floating_point else kind, device=model.device)
 
 
 @register_quantizer(METHOD)
 class QtoolkitQuantizer(HfQuantizer):
-    """What `from_pretrained` and `save_pretrained` do for models with a QtoolkitConfig.
+    """The quantizer class of transformers for models with a QtoolkitConfig.
 
-    transformers loads the state of the quantizers together with the weights, into tensors that stand for it in the float model.
+    transformers loads the state of the quantizers together with the weights, into placeholder tensors in the float model.
     """
 
     quantization_config: QtoolkitConfig
@@ -167,11 +168,11 @@ class QtoolkitQuantizer(HfQuantizer):
         return model.eval()
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, str]]:
-        """Return the record of a model for the metadata of its file; ValueError for one that was converted."""
+        """Return the record of a model for the metadata of its file; ValueError for a converted model."""
         if any(isinstance(module, Grid) for module in model.modules()):
             raise ValueError(
-                "save_pretrained: this model was converted, and from_pretrained restores prepared and replaced models; save "
-                "the model that was converted, and call qtoolkit.convert after from_pretrained."
+                "save_pretrained: this model is converted, but from_pretrained restores only prepared and replaced models; "
+                "save the model before qtoolkit.convert, and call qtoolkit.convert after from_pretrained."
             )
         state = model.state_dict()
         tensors = [(key, list(value.shape), _name(value.dtype)) for key, value in state.items()]
@@ -195,16 +196,16 @@ def _record_in(files: Sequence[str] | None) -> Record:
             return record
     raise ValueError(
         "from_pretrained: config.json says that qtoolkit has quantized this model, but its weights are not a safetensors file "
-        "that save_pretrained wrote for it; save the quantized model again."
+        "that save_pretrained wrote for the quantized model; save the quantized model again."
     )
 
 
 class _Placeholder(nn.Module):
-    """Stands for a quantizer, or another module that only the quantized model has, while transformers loads its state."""
+    """Placeholder for a quantizer, or another module that only the quantized model has, while transformers loads its state."""
 
 
 def _put_placeholder(model: nn.Module, key: str, tensor: Tensor) -> None:
-    """Give a float model a tensor that only the quantized one has: the bias of a layer without one, or a buffer."""
+    """Add a tensor to a float model that only the quantized model has: the bias of a layer without one, or a buffer."""
     *path, name = key.split(".")
     for part in path:
         if part not in model._modules:
@@ -217,7 +218,7 @@ def _put_placeholder(model: nn.Module, key: str, tensor: Tensor) -> None:
 
 
 def _remove_placeholder(model: nn.Module, key: str) -> None:
-    """Remove such a tensor, with the outermost module that was made for it."""
+    """Remove such a tensor, and the outermost module that was created for it."""
     *path, name = key.split(".")
     for part in path:
         if isinstance(model._modules.get(part), _Placeholder):
@@ -234,17 +235,17 @@ def _remove_placeholder(model: nn.Module, key: str) -> None:
 # ---- what prepare and replace keep
 
 
-# Methods of transformers that change what forward does, which a graph does not follow: why, and what to do instead.
+# Methods of transformers that change forward, without effect on a graph: the reason, and the alternative.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("activation_checkpointing_enable", "gradient_checkpointing_enable"),
-        "its graph stores the activations; checkpoint blocks of it (qtoolkit's docs/two_modes.md), or quantize the model by "
-        "qtoolkit.quant_modules.replace",
+        "its graph stores the activations; checkpoint blocks of it (qtoolkit's docs/two_modes.md), or quantize the model "
+        "with qtoolkit.quant_modules.replace",
     ),
     "set_attn_implementation": "its graph has the attention of the float model; call it before qtoolkit.prepare",
     "resize_token_embeddings": "its graph has the sizes of the float model; call it before qtoolkit.prepare",
 }
-# Arguments of generate that need a cache of keys and values. Those of forward that are about it, or that omit words.
+# Arguments of generate that need a cache of keys and values. Arguments of forward about the cache, or that omit tokens.
 NEED_CACHE = (
     "use_cache", "past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens", "inputs_embeds",
 )  # fmt: skip
@@ -253,7 +254,7 @@ LEFT_OUT = ("use_cache", "past_key_values", "logits_to_keep")
 
 @cache
 def graph_module_type(kind: type[nn.Module]) -> type[QuantizedGraphModule]:
-    """Return the type of prepared models of a class of transformers: a QuantizedGraphModule that is one of that class too."""
+    """Return the type of prepared models for a transformers class: a QuantizedGraphModule that also derives from that class."""
     members: dict[str, object] = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
@@ -266,38 +267,38 @@ def graph_module_type(kind: type[nn.Module]) -> type[QuantizedGraphModule]:
 
 
 class _Prepared(nn.Module):
-    """What a prepared model does as its class does, without its Python."""
+    """Methods that a prepared model shares with its class, without the class's Python forward."""
 
     def __call__(self, *args: object, return_dict: bool | None = None, **kwargs: object) -> object:
-        """Compute the outputs, as an object of the model's class or, with `return_dict=False`, as a tuple."""
+        """Compute the outputs, as the output object of the model's class or, with `return_dict=False`, as a tuple."""
         output = super().__call__(*args, **kwargs)
         return output.to_tuple() if return_dict is False and isinstance(output, ModelOutput) else output
 
 
 class _Generating(nn.Module):
-    """Generates text without a cache of keys and values: each word takes a forward of the whole text."""
+    """Generates text without a cache of keys and values: each token takes a forward of the whole text."""
 
     config: PreTrainedConfig
 
     def generate(self, *args: object, **kwargs: object) -> Any:
-        """Generate text as the model's class does, without a cache; NotImplementedError where that is needed, or an encoder."""
+        """Generate text like the model's class, without a cache; NotImplementedError if a cache or an encoder is needed."""
         found = [name for name in NEED_CACHE if kwargs.get(name) is not None and kwargs[name] is not False]
         if found or self.config.is_encoder_decoder:
             why = (
-                f"{found[0]} needs a cache of keys and values, which its graph does not have; leave the argument out, or"
+                f"{found[0]} needs a cache of keys and values, which its graph does not have; remove the argument, or"
                 if found
                 else "generate runs the encoder alone, which its graph cannot do;"
             )
             raise NotImplementedError(
-                f"generate: this model was prepared, and {why} quantize the model by qtoolkit.quant_modules.replace, which "
-                f"keeps its Python."
+                f"generate: this model was prepared, and {why} quantize the model with qtoolkit.quant_modules.replace, which "
+                "keeps its Python forward."
             )
         return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]  # of the model's class
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: object, **kwargs: object) -> dict[str, object]:
-        """Return the inputs for the next word: the arguments of the graph that the model's class makes.
+        """Return the inputs for the next token: the arguments that the model's class makes, for the graph.
 
-        Raises ValueError for padded texts where the graph has no argument for that, and for another argument that it lacks.
+        Raises ValueError for padded texts if the graph has no mask argument, and for another argument that it lacks.
         """
         made: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         given = {name: value for name, value in made.items() if name not in LEFT_OUT}
@@ -310,8 +311,8 @@ class _Generating(nn.Module):
             value = given.pop(name)
             if value is not None and value is not False:
                 raise ValueError(
-                    f"generate: the graph of this model does not take {name!r}; set it in model.config, or give it in the "
-                    f"example_inputs, before qtoolkit.prepare, or quantize the model by qtoolkit.quant_modules.replace."
+                    f"generate: the graph of this model does not take {name!r}; set it in model.config, or pass it in the "
+                    "example_inputs, before qtoolkit.prepare, or quantize the model with qtoolkit.quant_modules.replace."
                 )
         for name, plain in without_padding.items():
             value = given.pop(name, None)
@@ -319,14 +320,15 @@ class _Generating(nn.Module):
                 given[name] = plain if value is None else value
             elif value is not None and not torch.equal(value.expand_as(plain), plain):
                 raise ValueError(
-                    f"generate: the texts are padded, and this model was prepared without {name!r}, which says where; give "
-                    f"it in the example_inputs of qtoolkit.prepare, or quantize the model by qtoolkit.quant_modules.replace."
+                    f"generate: the texts are padded, but this model was prepared without {name!r}, which marks the padding; "
+                    "pass it in the example_inputs of qtoolkit.prepare, or quantize the model with "
+                    "qtoolkit.quant_modules.replace."
                 )
         return given
 
 
 class _Bare(nn.Module):
-    """Ends the constructors of torch.fx: a prepared model does not build the model's layers."""
+    """Ends the constructor chain of torch.fx: a prepared model does not build the model's layers."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -334,7 +336,7 @@ class _Bare(nn.Module):
 
 @classmethod  # type: ignore[misc]  # of the classes that get it
 def _ignore(cls: type, **kwargs: object) -> None:
-    """Do nothing: what a model's class does with its subclasses is not meant for prepared models."""
+    """Do nothing: subclass hooks of a model's class are not meant for prepared models."""
 
 
 def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
@@ -345,7 +347,7 @@ def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 def attributes_of(model: nn.Module) -> dict[str, object]:
-    """Return the attributes of a model that the prepared one has too: its config, and what its methods read."""
+    """Return the attributes that the prepared model needs too: the config, and attributes that its methods read."""
     own = vars(nn.Module())
     return {name: value for name, value in vars(model).items() if name not in own and not isinstance(value, Tensor)}
 
@@ -353,20 +355,20 @@ def attributes_of(model: nn.Module) -> dict[str, object]:
 def note(model: Any, plan: Plan, options: Mapping[str, object], inputs: Mapping[str, object] | None = None) -> None:
     """Set the quantization_config of a quantized model's config.
 
-    `options` are the arguments of the call that are neither in the plan nor at a default that is false. `inputs` has the
-    example input for each argument of forward, and is None for module replacement.
+    `options` are the arguments of the call that are not in the plan and have no false default value. `inputs` has the example
+    input for each argument of forward, and is None for module replacement.
     """
     given, traced = inputs or {}, isinstance(model, QuantizedGraphModule)
     plain = {name: value for name, value in options.items() if value and _is_plain(value)}
     lost = [name for name, value in options.items() if value and name not in plain]
-    lost += [f"an input {name!r} that is no tensor" for name, x in given.items() if not isinstance(x, Tensor)]
-    lost += ["a Backend of its own"] * (backends.get(plan.backend.name) != plan.backend)
+    lost += [f"an input {name!r} that is not a tensor" for name, x in given.items() if not isinstance(x, Tensor)]
+    lost += ["a custom Backend"] * (backends.get(plan.backend.name) != plan.backend)
     lost += ["prepare without example_inputs"] * (traced and inputs is None)
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     shapes = {name: (list(x.shape), _name(x.dtype)) for name, x in tensors.items()} if traced else None
     config = QtoolkitConfig(plan.backend.name, plan.mapping, plain, shapes, plan.tracing.training, tuple(lost))
     model.config.quantization_config = config
-    # No names of earlier checkpoints in files: transformers finds them by patterns that match names of quantizers too, and its
+    # No renaming of old checkpoint names: transformers finds them by patterns that also match names of quantizers, and its
     # Trainer resumes from the names in the file.
     own = {"hf_quantizer": QtoolkitQuantizer(config, pre_quantized=True), "_weight_conversions": []}
     for name, value in own.items():
@@ -374,7 +376,7 @@ def note(model: Any, plan: Plan, options: Mapping[str, object], inputs: Mapping[
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether JSON holds a value."""
+    """Return whether JSON can hold a value."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, (*value, *value.values())))
     return all(map(_is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)

@@ -1,10 +1,10 @@
-"""Ultralytics' models with quantizers, in Ultralytics' own trainer and validator (docs/ultralytics.md).
+"""Quantized Ultralytics models, for Ultralytics' own trainer and validator (docs/ultralytics.md).
 
-It imports ultralytics, which is under the AGPL-3.0; nothing of qtoolkit imports this module.
+It imports ultralytics, which is licensed under the AGPL-3.0; no other module of qtoolkit imports this module.
 
 An Ultralytics model keeps its class, with its losses, its names and its checkpoints. Its layers become one graph of
-`qtoolkit.prepare`, which computes the same in training and in eval mode: what the head computes behind its layers, such as
-boxes, is one leaf module, whose Python follows the mode.
+`qtoolkit.prepare`, which is the same in training and eval mode. The computation in the head after its layers, such as boxes, is
+one leaf module that depends on the mode.
 """
 
 import copy
@@ -36,12 +36,12 @@ __all__ = ["deployed", "export_onnx", "quantize", "trainer"]
 Head = Any  # a head of Ultralytics, whose attributes its classes do not declare
 # Heads whose layers become part of the graph. An RTDETRDecoder becomes a leaf module.
 TRACED = (Classify, Detect, OBB, OBB26, Pose, Pose26, Segment, Segment26, v10Detect)
-# Parts of heads that are not in the graph: they decode boxes, or belong to the loss.
+# Parts of heads outside the graph: they decode boxes, or belong to the loss.
 BEHIND_GRAPH = ("dfl", "flow_model")
 
 
 class Decode(nn.Module):
-    """What a head computes behind its layers: nothing in training; in eval mode boxes or probabilities, beside the results."""
+    """The part of a head after its layers: nothing in training; in eval mode it adds boxes or probabilities to the results."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Decode(nn.Module):
         self.head._modules = {name: part if name in BEHIND_GRAPH else nn.Identity() for name, part in parts}
 
     def forward(self, results: Any) -> object:
-        """Return what the head returns, from the results of its layers."""
+        """Return the output of the head from the results of its layers."""
         if self.training:
             return results
         if isinstance(self.head, Classify):
@@ -66,7 +66,7 @@ class Decode(nn.Module):
 
 
 def in_eval_mode(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of a head's layers without those that heads have in training mode alone."""
+    """Return the results of a head's layers without the results that exist only in training mode."""
     if "one2one" in results:  # a head with two branches
         return {branch: in_eval_mode(parts) for branch, parts in results.items()}
     kept = {name: part for name, part in results.items() if name != "kpts_sigma"}
@@ -76,12 +76,12 @@ def in_eval_mode(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_head(results: Mapping[str, Any], head: Head) -> Any:
-    """Return the results from which a head computes boxes: of two branches one."""
+    """Return the results from which a head computes boxes: one of two branches."""
     return results["one2one" if head.end2end else "one2many"] if "one2one" in results else results
 
 
 class Layers(nn.Module):
-    """The graph as a list of one layer, with the name of the head in it. Ultralytics' models run their layers one by one."""
+    """The graph as a list with one layer, under the name of the head. Ultralytics models run their layers one by one."""
 
     f: int | list[int] = -1  # its input is the model's
     i = 0
@@ -92,7 +92,7 @@ class Layers(nn.Module):
 
     @property
     def head(self) -> Head:
-        """The head, whose attributes Ultralytics reads."""
+        """The head; Ultralytics reads its attributes."""
         return self.graph.get_submodule(self.head_name)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Layers(nn.Module):
         return self.head
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Return the modules without quantizers: Ultralytics takes a class of their name for one of Model Optimizer."""
+        """Return the modules without quantizers: Ultralytics would take them for classes of Model Optimizer by their name."""
         return (module for module in super().modules(remove_duplicate) if type(module).__name__ != "TensorQuantizer")
 
     def forward(self, x: Any) -> object:
@@ -114,12 +114,12 @@ class Layers(nn.Module):
 
 
 class RTDETRLayers(Layers):
-    """The same for an RT-DETR, whose head takes the labels too in training."""
+    """The same for an RT-DETR; its head also takes the labels in training."""
 
     f = [0]
 
     def __getitem__(self, index: int | slice) -> object:
-        """Return a layer that passes on the image, for those before the head; the graph for the head."""
+        """Return an identity layer for the layers before the head, and the graph for the head."""
         return [First()] if isinstance(index, slice) else self
 
     def forward(self, x: list[Tensor], batch: Mapping[str, object] | None = None) -> object:
@@ -128,13 +128,13 @@ class RTDETRLayers(Layers):
 
 
 class First(nn.Identity):
-    """A layer that passes on the image."""
+    """A layer that returns the image."""
 
     f, i = -1, 0
 
 
 class Run(nn.Module):
-    """The forward of an Ultralytics model, to be traced."""
+    """The forward of an Ultralytics model, for tracing."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -172,24 +172,24 @@ def _input_of(layer: Any, x: object, results: list[object]) -> object:
 def quantize(
     model: nn.Module, *, backend: str | Backend = REQUIRED, exclude: Exclude = (), **options: Any
 ) -> nn.Module:
-    """Return a copy of an Ultralytics model whose layers are a graph of `qtoolkit.prepare`.
+    """Return a copy of an Ultralytics model with its layers as a graph of `qtoolkit.prepare`.
 
-    It stays an Ultralytics model: of its class, with its losses, in its validator and predictor. Train it by `trainer`, or in a
-    loop of your own. The layers of an RTDETRDecoder are quantized by module replacement, the layers of all other heads in the
-    graph. What decodes boxes stays in float.
+    It keeps its class and losses, and works in Ultralytics' validator and predictor. Train it with `trainer`, or in your own
+    loop. The layers of an RTDETRDecoder are quantized by module replacement, the layers of all other heads in the graph. The
+    decoding of boxes stays in float.
 
     Args:
         model: A DetectionModel, SegmentationModel, PoseModel, OBBModel, ClassificationModel or RTDETRDetectionModel of
-            Ultralytics: `YOLO(...).model`. In training mode batch norms are trained; in eval mode they are folded at once.
-        backend: The target, which must be given, as `qtoolkit.prepare` takes it.
-        exclude: What stays in float, as `qtoolkit.prepare` takes it. Layers have the names that they have in the model.
+            Ultralytics: `YOLO(...).model`. In training mode batch norms are trained; in eval mode they are folded immediately.
+        backend: The target (required), as for `qtoolkit.prepare`.
+        exclude: The modules to keep in float, as for `qtoolkit.prepare`. Layers have their names in the model.
         options: Other arguments of `qtoolkit.prepare`, such as `qconfig_mapping`.
 
     Returns:
         The copy. Its `model.graph` is the graph. Calibrate it next: `qtoolkit.calibrate(quantized, batches_of_images)`.
 
     Raises:
-        TypeError: `backend` is left out, or the model is of another type, or quantized already.
+        TypeError: `backend` is missing, or the model has another type, or is already quantized.
 
     Example:
         >>> from ultralytics.nn.tasks import DetectionModel
@@ -220,28 +220,28 @@ def quantize(
 
 
 def already_fused() -> bool:
-    """Return True: Ultralytics must not fold the batch norms of a quantized model, which would take its quantizers along."""
+    """Return True: Ultralytics must not fold the batch norms of a quantized model, because that would remove its quantizers."""
     return True
 
 
 def _head_of(model: nn.Module) -> Head:
-    """Return the head of a float model; TypeError for one that cannot be quantized."""
+    """Return the head of a float model; TypeError if it cannot be quantized."""
     layers = getattr(model, "model", None)
     if isinstance(layers, Layers):
-        raise TypeError("quantize: the layers of this model are quantized already.")
+        raise TypeError("quantize: the layers of this model are already quantized.")
     head = layers[-1] if isinstance(layers, nn.Sequential) else None
     if type(head) not in (*TRACED, RTDETRDecoder):
         known = ", ".join(kind.__name__ for kind in (*TRACED, RTDETRDecoder))
         raise TypeError(
-            f"quantize: model must be an Ultralytics model, as YOLO(...).model is, with one of the heads {known}; got "
-            f"{type(model).__name__}{'' if head is None else f' with {type(head).__name__}'}. qtoolkit.quant_modules.replace "
-            f"takes others, for a training loop of your own."
+            f"quantize: model must be an Ultralytics model, such as YOLO(...).model, with one of the heads {known}; got "
+            f"{type(model).__name__}{'' if head is None else f' with {type(head).__name__}'}. For other models, use "
+            "qtoolkit.quant_modules.replace and your own training loop."
         )
     return head
 
 
 def _split(head: Head) -> None:
-    """Let a head return what `Decode` computes from the results of its layers, and let these compute as in training."""
+    """Let a head return the output of `Decode` for the results of its layers, which run as in training."""
     decode = Decode(head)
     for name in BEHIND_GRAPH:
         head._modules.pop(name, None)
@@ -252,7 +252,7 @@ def _split(head: Head) -> None:
 
 
 def _as_in_training(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose Python takes the branch of training mode. Layers of torch in it have their own mode."""
+    """Return a subclass that always takes the Python branch of training mode. Its torch layers have their own mode."""
 
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         results = kind.forward(self, *args, **kwargs)
@@ -263,19 +263,19 @@ def _as_in_training(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def deployed(model: nn.Module) -> QuantizedGraphModule:
-    """Return the graph of a quantized model as it is deployed: one image tensor to the tensors that Ultralytics' export has.
+    """Return the graph of a quantized model for deployment: it maps an image tensor to the outputs of Ultralytics' export.
 
-    Pass it to `qtoolkit.convert` and `qtoolkit.export_onnx`, or to any other function that takes a prepared model. A head with
-    two branches computes the one that `model.end2end` names.
+    Pass it to `qtoolkit.convert` and `qtoolkit.export_onnx`, or to any other function for prepared models. A head with two
+    branches computes the branch selected by `model.end2end`.
 
     Args:
-        model: What `quantize` returned, or a checkpoint of `trainer` in YOLO(...).model. It is not changed.
+        model: The result of `quantize`, or a checkpoint of `trainer` in YOLO(...).model. It is not changed.
 
     Returns:
-        A copy of the graph, in eval mode, without what only the loss needs.
+        A copy of the graph, in eval mode, without parts that only the loss needs.
 
     Raises:
-        TypeError: The model is not one that `quantize` returned.
+        TypeError: The model is not a result of `quantize`.
 
     Example:
         >>> from ultralytics.nn.tasks import DetectionModel
@@ -288,7 +288,7 @@ def deployed(model: nn.Module) -> QuantizedGraphModule:
     gm = copy.deepcopy(layers.graph).eval()
     head: Head = gm.get_submodule(layers.head_name)
     head.export = True
-    # Others would keep the anchors of earlier images for another batch.
+    # Otherwise they would keep the anchors of earlier images for another batch.
     head.dynamic = not isinstance(head, RTDETRDecoder)
     leaf = layers.head_name.removesuffix(".head")
     (call,) = (node for node in gm.graph.nodes if node.op == "call_module" and node.target == leaf)
@@ -309,8 +309,8 @@ def _layers_of(model: nn.Module, what: str) -> Layers:
     layers = getattr(model, "model", None)
     if not isinstance(layers, Layers):
         raise TypeError(
-            f"{what}: model must be what qtoolkit.integrations.ultralytics.quantize returned, or YOLO(...).model of a "
-            f"checkpoint that its trainer wrote; got {type(model).__name__}."
+            f"{what}: model must be the result of qtoolkit.integrations.ultralytics.quantize, or YOLO(...).model of a "
+            f"checkpoint of its trainer; got {type(model).__name__}."
         )
     return layers
 
@@ -320,22 +320,22 @@ def export_onnx(
 ) -> ExportResult:
     """Write a calibrated model as an ONNX file with Q/DQ pairs, which `YOLO(path)` reads too. Its batch is dynamic.
 
-    `YOLO.export` does not know qtoolkit's quantizers. The outputs are those that it writes without `nms`. The size of images
-    is fixed; in Ultralytics, such a file needs `rect=False`. With `dynamic_shapes=({0: "batch", 2: "height", 3: "width"},)`
-    the file takes images of any size, in multiples of the stride.
+    Use it instead of `YOLO.export`, which does not support qtoolkit's quantizers. The outputs match `YOLO.export` without
+    `nms`. The image size is fixed; in Ultralytics, such a file needs `rect=False`. With `dynamic_shapes=({0: "batch", 2:
+    "height", 3: "width"},)` the file accepts images of any size in multiples of the stride.
 
     Args:
-        model: As `deployed` takes it.
+        model: As for `deployed`.
         path: The file to write.
         imgsz: The size of images: a number, or height and width.
         options: Other arguments of `qtoolkit.export_onnx`, such as `verify`.
 
     Returns:
-        What `qtoolkit.export_onnx` returns.
+        The result of `qtoolkit.export_onnx`.
 
     Raises:
-        TypeError: The model is not one that `quantize` returned.
-        RuntimeError: As `qtoolkit.export_onnx`.
+        TypeError: The model is not a result of `quantize`.
+        RuntimeError: As in `qtoolkit.export_onnx`.
 
     Example:
         >>> import tempfile
@@ -359,7 +359,7 @@ def export_onnx(
 
 
 def _describe(model: Any, path: Path, size: tuple[int, int], is_dynamic: bool) -> None:
-    """Write into a file what Ultralytics reads of it: the task, the names of classes, the size of images."""
+    """Write the metadata that Ultralytics reads: the task, the names of classes, the image size."""
     import onnx
 
     head = _layers_of(model, "export_onnx").head
@@ -384,9 +384,9 @@ def _channels_of(model: Any) -> int:
 
 
 class QuantizedTrainer:
-    """What `trainer` adds to a trainer of Ultralytics: its model is quantized, and calibrated on its own batches.
+    """Mixin of `trainer` for an Ultralytics trainer: its model is quantized, and calibrated on its own batches.
 
-    `options` are arguments of `quantize`; `batches` of images of the training are those that the model is calibrated on.
+    `options` are arguments of `quantize`; `batches` is the number of training batches for calibration.
     """
 
     options: ClassVar[Mapping[str, Any]]
@@ -397,15 +397,15 @@ class QuantizedTrainer:
     preprocess_batch: Any
 
     def get_model(self, cfg: object = None, weights: Any = None, verbose: bool = True) -> nn.Module:
-        """Return the trainer's model with quantizers, or a copy of `weights` where these are quantized."""
+        """Return the trainer's model with quantizers, or a copy of `weights` if these are quantized."""
         if not isinstance(getattr(weights, "model", None), Layers):
             model = super().get_model(cfg, weights, verbose)  # type: ignore[misc]  # the trainer's
             return quantize(model, **self.options)
         classes = self.data["nc"]
         if len(weights.names) != classes:
             raise ValueError(
-                f"trainer: the quantized weights have {len(weights.names)} classes and the data set {classes}; start from the "
-                f"float model."
+                f"trainer: the quantized weights have {len(weights.names)} classes, but the data set has {classes}; start from "
+                "the float model."
             )
         return cast("nn.Module", copy.deepcopy(weights).float().train().requires_grad_())
 
@@ -431,13 +431,13 @@ class QuantizedTrainer:
 
 
 def trainer(base: Any, batches: int = 8, **options: Any) -> Any:
-    """Return a trainer of Ultralytics that trains its model with quantizers: `yolo.train(trainer=trainer(yolo), data=...)`.
+    """Return an Ultralytics trainer class for quantized training: `yolo.train(trainer=trainer(yolo), data=...)`.
 
     Args:
-        base: A YOLO, for the trainer of its task, or a class of trainers.
-        batches: How many batches of the training set find the ranges before the first step.
-        options: Arguments of `quantize`: `backend`, which must be given, and others such as `exclude`. A model that is
-            quantized already keeps its own, and needs none.
+        base: A YOLO object (its task selects the trainer), or a trainer class.
+        batches: The number of training batches for calibration before the first step.
+        options: Arguments of `quantize`: `backend` (required), and others such as `exclude`. A model that is already quantized
+            keeps its quantizers, and needs none.
 
     Returns:
         A subclass of the trainer's class.

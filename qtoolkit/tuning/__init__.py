@@ -1,4 +1,4 @@
-"""Beyond ranges: post-training methods, bits for each layer; in training a schedule, distillation, oscillating weights."""
+"""Methods beyond calibration: post-training methods and mixed precision; for training a schedule, distillation and damping."""
 
 from qtoolkit.public import publish
 from qtoolkit.tuning import mixed_precision

@@ -1,4 +1,4 @@
-"""reestimate_batch_norm(): running statistics of batch norms anew from data."""
+"""reestimate_batch_norm(): recompute the running statistics of batch norms from data."""
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,9 +28,9 @@ class Reestimation:
     """The result of `reestimate_batch_norm`.
 
     Attributes:
-        batches: Batches that were run.
+        batches: The number of batches.
         batch_norms: The dotted names of the batch norms with new statistics.
-        unchanged: Why others have the old ones, by their names.
+        unchanged: The reason for each batch norm that keeps its statistics, by name.
     """
 
     batches: int
@@ -39,36 +39,37 @@ class Reestimation:
 
     def __str__(self) -> str:
         lines = [f"{len(self.batch_norms)} batch norms estimated from {self.batches} batches"]
-        return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.unchanged.items()])
+        return "\n".join(lines + [f"{name}: unchanged: {why}" for name, why in self.unchanged.items()])
 
 
 def reestimate_batch_norm(
     model: nn.Module, batches: Iterable[object], forward: Forward | None = None, progress: bool = True
 ) -> Reestimation:
-    """Estimate the running statistics of all batch norms anew from some batches, with the weights as they now are.
+    """Recompute the running statistics of all batch norms from some batches, with the current weights.
 
-    The running averages of training lag behind the weights, and with few bits the weights' noise moves the statistics. Each
-    call counts the same, also of a batch norm that the model calls several times: the new mean is the average of the means, and
-    the new variance the average of the variances plus the variance of the means. Batch norms normalize by the statistics of
-    the batch meanwhile; all else runs in eval mode, with the quantizers as they are. Scales of weights change as the new
-    statistics scale the weights. With one for each output channel no code of a weight changes, and the statistics fit the
-    codes; one for all takes what the factors have in common, and powers of two stay. If anything raises, all is as before.
+    Running averages of training belong to older weights, and with few bits the noise of the quantized weights changes the
+    statistics. Every call has the same weight, also for a batch norm that the model calls several times: the new mean is the
+    average of the means, and the new variance is the average of the variances plus the variance of the means. Meanwhile, batch
+    norms normalize by the statistics of the batch; all other modules run in eval mode, with unchanged quantizers. The scales of
+    weights follow the new statistics. With per-channel scales no quantized weight changes, so the statistics fit the weights. A
+    per-tensor scale follows only the common part of the factors, and power-of-two scales do not change. If an error is raised,
+    the model is unchanged.
 
     Args:
         model: A float, prepared or replaced model.
-        batches: As for `qtoolkit.calibrate`, in batches as large as in training.
-        forward: forward(model, batch), for batches that the model does not take.
+        batches: As for `qtoolkit.calibrate`, with the batch size of training.
+        forward: forward(model, batch), for batches that cannot be passed to the model directly.
         progress: Show a progress bar.
 
     Returns:
-        The batch norms that were estimated, and why others were not.
+        The batch norms with new statistics, and the reasons for the others.
 
     Warns:
-        UserWarning: A range clips more than a few per cent of the values, or rounds all of them to zero; or codes are lost that
-            were chosen for weights with one scale for all channels, or powers of two.
+        UserWarning: A range clips more than a few percent of the values, or rounds all of them to zero; or chosen roundings of
+            weights with a per-tensor or power-of-two scale are lost.
 
     Raises:
-        ValueError: The model has no batch norm with running statistics that may change (`qtoolkit.prepare` folds them in eval
+        ValueError: The model has no batch norm with running statistics that can change (`qtoolkit.prepare` folds them in eval
             mode), there is no batch, or the statistics are not finite.
         TypeError: An argument is of a wrong type, or a batch does not match the model's forward.
 
@@ -83,9 +84,9 @@ def reestimate_batch_norm(
     found, unchanged = _batch_norms(model)
     if not found:
         raise ValueError(
-            "reestimate_batch_norm: the model has no batch norm with running statistics that may change"
+            "reestimate_batch_norm: the model has no batch norm with running statistics that can change"
             + "".join(f"; {name}: {why}" for name, why in unchanged.items())
-            + ". A model that was prepared in eval mode has them folded: estimate before qtoolkit.prepare."
+            + ". In a model prepared in eval mode they are folded: call it before qtoolkit.prepare."
         )
     data = Batches(batches, forward, "reestimate_batch_norm")
     with tuning(model):
@@ -98,13 +99,13 @@ def reestimate_batch_norm(
 
 
 def _store(model: nn.Module, sums: Mapping[str, "_Sums"], ranges: list["_Clipping"], unchanged: dict[str, str]) -> None:
-    """Set the new statistics, let scales and ranges of weights follow, and add those ranges that clip more than before."""
+    """Set the new statistics, update scales and ranges of weights, and add ranges that now clip more to `ranges`."""
     layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]
     for layer in layers:
         layer.rescale_to_bn_factor()
     chosen, before = _chosen_codes(layers), _ranges_of_weights(layers)
     with torch.no_grad():
-        unchanged |= {name: "no batch reached it" for name, each in sums.items() if not each.store()}
+        unchanged |= {name: "no batch reaches it" for name, each in sums.items() if not each.store()}
     for layer in layers:
         layer.rescale_to_bn_factor(frozen=True)
     for module in model.modules():
@@ -118,7 +119,7 @@ def _store(model: nn.Module, sums: Mapping[str, "_Sums"], ranges: list["_Clippin
 def _sum_up(
     model: nn.Module, data: Batches, sums: Collection["_Sums"], ranges: Sequence["_Clipping"], progress: bool
 ) -> int:
-    """Take in the statistics of all calls, and what ranges clip; return how many batches there were."""
+    """Record the statistics of all calls, and the clipped shares; return the number of batches."""
     count, norms = 0, [each.bn for each in sums]
     hooks = [each.bn.register_forward_hook(each.take) for each in sums]
     kept = removing(hooks + [each.quantizer.register_forward_pre_hook(each.take) for each in ranges])
@@ -137,7 +138,7 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, _BatchNorm], dict[str, str
     for module, name in first_names(model).items():
         if not isinstance(module, _BatchNorm | LinkedBatchNorm):  # also a type of the user's own, such as timm's
             continue
-        # A linked FrozenBatchNorm of another package is no _BatchNorm: its statistics are constants.
+        # A linked FrozenBatchNorm of another package is not a _BatchNorm: its statistics are constants.
         if not isinstance(module, _BatchNorm) or (isinstance(module, LinkedBatchNorm) and module.frozen):
             unchanged[name] = "it is frozen"
         elif isinstance(module, LinkedBatchNorm) and module.strategy == "frozen":
@@ -145,14 +146,14 @@ def _batch_norms(model: nn.Module) -> tuple[dict[str, _BatchNorm], dict[str, str
         elif module.running_mean is None:
             unchanged[name] = "it has no running statistics"
         elif module.num_batches_tracked is None:
-            unchanged[name] = "it does not count its batches, so that nothing shows which calls change its statistics"
+            unchanged[name] = "it does not count its batches, so the calls that change its statistics are unknown"
         else:
             found[name] = module
     return found, unchanged
 
 
 class _Sums:
-    """The sums of the statistics of a batch norm's calls: with momentum 1, the last call gives its running ones."""
+    """The sums of the statistics of a batch norm's calls; with momentum 1 the running statistics equal the last call's."""
 
     def __init__(self, name: str, bn: _BatchNorm) -> None:
         self.name, self.bn = name, bn
@@ -164,7 +165,7 @@ class _Sums:
         return self.bn.get_buffer("running_mean"), self.bn.get_buffer("running_var")
 
     def take(self, *_: object) -> None:
-        """Add the statistics of a call, and put back the old ones: a forward hook."""
+        """Forward hook: add the statistics of a call, and restore the old ones."""
         count = self.bn.get_buffer("num_batches_tracked")
         if bool(count == self.count_before):
             return
@@ -179,16 +180,16 @@ class _Sums:
         """Set the new statistics; return whether there are any."""
         if self.count:
             mean = self.mean / self.count
-            # That of a constant channel is zero up to rounding.
+            # The variance of a constant channel is zero up to rounding.
             variance = (self.square / self.count - mean.square()).clamp(min=0)
             if isinstance(self.bn, LinkedBatchNorm):
-                # Its weights are rounded to zero. A variance of zero would make them hundreds of times as large, off the grid.
+                # Its weights are rounded to zero. A variance of zero would scale them up hundreds of times, beyond the grid.
                 constant = variance <= ROUNDING * mean.square()
                 variance = torch.where(constant, self.old[1].to(variance), variance)
             if not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
                 raise ValueError(
-                    f"reestimate_batch_norm: statistics of the batch norm {self.name!r} are not finite, so nothing was "
-                    f"changed: a batch has NaN, infinities or one value for each channel; leave this batch out."
+                    f"reestimate_batch_norm: the statistics of the batch norm {self.name!r} are not finite, so nothing was "
+                    "changed: a batch contains NaN, infinities or only one value per channel; remove this batch."
                 )
             for tensor, new in zip(self._tensors(), (mean, variance), strict=True):
                 tensor.copy_(new)
@@ -196,7 +197,7 @@ class _Sums:
 
 
 class _Clipping:
-    """The share of a tensor's values that its range clips, and whether all of them are rounded to zero."""
+    """The share of clipped values of a tensor, and whether all values are rounded to zero."""
 
     def __init__(self, quantizer: TensorQuantizer) -> None:
         self.quantizer, self.count = quantizer, 0
@@ -204,7 +205,7 @@ class _Clipping:
         self.vanishes = True
 
     def take(self, quantizer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Take in the input of a call: a forward pre-hook."""
+        """Forward pre-hook: record the input of a call."""
         if self.quantizer.ready and args[0].numel():
             clipped, vanished = look(self.quantizer, args[0]).tolist()
             self.clipped += clipped * args[0].numel()
@@ -213,11 +214,11 @@ class _Clipping:
 
     @property
     def share(self) -> float:
-        """The share that is clipped."""
+        """The share of clipped values."""
         return self.clipped / max(self.count, 1)
 
     def why(self) -> str:
-        """Return what is wrong with the range; "" for nothing."""
+        """Return the problem of the range; "" if there is none."""
         share = self.share
         if self.count and self.vanishes:
             return f"{self.quantizer.name!r} (all rounded to zero)"
@@ -226,7 +227,7 @@ class _Clipping:
 
 @torch.no_grad()
 def _ranges_of_weights(layers: Iterable[QuantWeighted]) -> list[_Clipping]:
-    """Return the looks at the weights that batch norms scale, as they now are."""
+    """Return the current values of the weights that batch norms scale."""
     found = []
     for layer in layers:
         if layer.batch_norm is not None and _has_range(layer.weight_quantizer):
@@ -241,20 +242,20 @@ def _has_range(quantizer: object) -> TypeGuard[TensorQuantizer]:
 
 @torch.no_grad()
 def _chosen_codes(layers: Iterable[QuantWeighted]) -> dict[QuantWeighted, Tensor]:
-    """Return the codes of the weights that batch norms scale and that lie on their codes, as after `reconstruct`."""
+    """Return the integers of the weights that batch norms scale and that are already rounded, as after `reconstruct`."""
     chosen = [layer for layer in layers if layer.batch_norm is not None and is_rounded(layer)]
     return {layer: CodeGrid(layer, "").nearest() for layer in chosen}
 
 
 def _warn_of_codes(chosen: Mapping[QuantWeighted, Tensor]) -> None:
-    """Warn of layers whose codes have changed since."""
+    """Warn about layers with changed integers."""
     grids = [(CodeGrid(layer, ""), codes) for layer, codes in chosen.items()]
     lost = [repr(grid.quantizer.name) for grid, codes in grids if not torch.equal(grid.nearest(), codes)]
     if lost:
         warnings.warn(
-            f"reestimate_batch_norm: the codes that were chosen on the grids of {some(lost)} are lost, because these scales "
-            f"cannot take the new factor of each output channel. Estimate before qtoolkit.tuning.reconstruct or gptq, or give "
-            f"the weights a QuantSpec with axis=0 and scales of any value.",
+            f"reestimate_batch_norm: the chosen roundings of {some(lost)} are lost, because these scales cannot follow the "
+            "new factor of each output channel. Call it before qtoolkit.tuning.reconstruct or gptq, or give the weights a "
+            "QuantSpec with axis=0 and scales that are not powers of two.",
             stacklevel=4,  # the caller of reestimate_batch_norm
         )
 

@@ -39,7 +39,7 @@ class BiasCorrection:
     Attributes:
         method: "empirical" or "analytic".
         shifts: The largest shift of a channel's mean that was removed, by layer.
-        skipped: Why the bias of other layers stays, by layer.
+        skipped: The reason for each layer with an unchanged bias, by layer.
     """
 
     method: str
@@ -49,7 +49,7 @@ class BiasCorrection:
     def __str__(self) -> str:
         rows = table([("layer", "largest shift"), *((name, f"{shift:.3e}") for name, shift in self.shifts.items())])
         lines = [f"{len(self.shifts)} biases corrected ({self.method})", *rows]
-        return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.skipped.items()])
+        return "\n".join(lines + [f"{name}: unchanged: {why}" for name, why in self.skipped.items()])
 
 
 def bias_correction(
@@ -59,36 +59,37 @@ def bias_correction(
     forward: Forward | None = None,
     progress: bool = True,
 ) -> BiasCorrection:
-    """Change the biases so that each output channel has the mean that it has in the float model.
+    """Change the biases so that each output channel has the same mean as in the float model.
 
-    "empirical" takes the means from batches, layer by layer in the order of the model: each layer's inputs are those of the
-    model that is quantized and corrected so far. It corrects the shifts of weights and activations, in graph mode and with
-    module replacement. "analytic" needs no data, and corrects those of weights: the mean of a layer's input is that of a normal
-    distribution with the shift and the scale of the batch norm before it, clipped by the activation between them. It needs the
-    graph, and a model that was prepared in training mode, whose batch norms are not folded.
+    "empirical" measures the means on batches, layer by layer in the order of the model: each layer's inputs come from the
+    quantized model with all earlier corrections. It corrects the shifts of weights and activations, in graph mode and with
+    module replacement. "analytic" needs no data, and corrects only the shifts of weights: it computes the mean of a layer's
+    input as the mean of a normal distribution with the shift and the scale of the batch norm before it, clipped by the
+    activation between them. It needs the graph, and a model prepared in training mode, so that batch norms are not folded.
 
-    Where a batch norm is linked to a layer, its shift takes the correction. Call it after `qtoolkit.calibrate`.
+    If a batch norm is linked to a layer, the correction is added to its shift. Call this after `qtoolkit.calibrate`.
 
-    "empirical" runs a prepared model from layer to layer: its time grows with the number of layers. It keeps for each batch the
-    values from which it goes on, 2 GiB in memory and the others in temporary files. A replaced model has no graph. It runs from
-    its inputs for each layer: its time grows with the square of their number. So does a prepared one with hooks on its blocks.
+    "empirical" runs a prepared model from layer to layer, so its time grows linearly with the number of layers. It caches
+    intermediate values of each batch, up to 2 GiB in memory and the rest in temporary files. A replaced model, or a prepared
+    model with hooks on its blocks, runs from its inputs for each layer, so its time grows with the square of the number of
+    layers.
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        batches: As for `qtoolkit.calibrate`, for "empirical". They are read twice; by a replaced model, which has no graph, and
-            with `forward`, once for each layer.
+        batches: As for `qtoolkit.calibrate`, for "empirical". They are read twice; for a replaced model, or with `forward`,
+            once for each layer.
         method: "empirical" or "analytic".
-        forward: forward(model, batch), for batches that the model does not take.
+        forward: forward(model, batch), for batches that cannot be passed to the model directly.
         progress: Show a progress bar.
 
     Returns:
-        The shifts, and why other layers stay as they were.
+        The shifts, and the reasons for unchanged layers.
 
     Raises:
-        ValueError: The method is unknown, no layer can be corrected, batches are missing, or given for "analytic", or one
-            has NaN. The model is then unchanged.
+        ValueError: The method is unknown, no layer can be corrected, batches are missing, or given for "analytic", or a batch
+            contains NaN. The model is then unchanged.
         TypeError: An argument is of a wrong type.
-        RuntimeError: A quantizer has no range yet.
+        RuntimeError: A quantizer is not calibrated.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
@@ -123,14 +124,14 @@ def bias_correction(
 
 
 def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]:
-    """Return the layers whose bias can be corrected, and why others cannot."""
+    """Return the layers with correctable biases, and the reasons for the others."""
     found: dict[str, QuantWeighted] = {}
     skipped: dict[str, str] = {}
     names, owners = first_names(model), owners_of_parameters(model)
     for module, name in names.items():
         if not isinstance(module, QuantWeighted) or not module.OP_KIND.layer:
             if isinstance(module, QuantModule) and module.weight_quantizers() and not module.OP_KIND.takes_indices:
-                skipped[name] = f"it is of kind {module.OP_KIND.name!r}, whose biases are not corrected"
+                skipped[name] = f"biases of kind {module.OP_KIND.name!r} are not corrected"
             continue
         quantizer = module.weight_quantizer
         if not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
@@ -138,7 +139,7 @@ def _layers(model: nn.Module) -> tuple[dict[str, QuantWeighted], dict[str, str]]
         elif _shifting(module).bias is None:
             skipped[name] = "it has no bias; give the float layer bias=True"
         elif others := [of for of in owners.get(id(_shifting(module).bias), ()) if of != names.get(_shifting(module))]:
-            skipped[name] = f"its bias is that of {others[0]!r} too, whose shift is another one"
+            skipped[name] = f"it shares its bias with {others[0]!r}, which has another shift"
         else:
             quantizer.check_ready()
             found[name] = module
@@ -160,7 +161,7 @@ class _Mean:
         self.layer, self.total, self.count = layer, torch.zeros(()), 0
 
     def add(self, layer: nn.Module, args: object, output: Tensor) -> None:
-        """Take in the output of a call: a forward hook."""
+        """Forward hook: record the output of a call."""
         channel = output.dim() - (self.layer.weight.dim() - 1 if self.layer.OP_KIND.convolves else 1)
         values = (
             output.detach().double().transpose(0, channel).flatten(1) if output.dim() > 1 else output[:, None].double()
@@ -189,7 +190,7 @@ def _empirical(
         for batch in batches_of("bias: float", data, progress):
             data.run(model, batch)
             count += 1
-    skipped.update({name: "no batch reached it" for name in layers if name not in calls})
+    skipped.update({name: "no batch reaches it" for name in layers if name not in calls})
     skipped.update({name: SEVERAL_CALLS for name, number in calls.items() if number > count})
     shifts: dict[str, Tensor] = {}
     wanted = [name for name in calls if name not in skipped]
@@ -238,7 +239,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
         weight = layer.effective_weight().detach()
         error = layer.quantize_weight(weight).detach() - weight
         inputs = _for_weight(layer, mean, error)
-        # A transposed convolution with a stride adds to each output only its share of the kernel.
+        # A transposed convolution with a stride adds only a part of the kernel to each output.
         share = math.prod(getattr(layer, "stride", ())) if layer.OP_KIND.transposed else 1
         shifts[name] = layer.sum_per_output(error * inputs) / share
         _shift_back(layer, shifts[name])
@@ -248,7 +249,7 @@ def _analytic(model: nn.Module, layers: Mapping[str, QuantWeighted], skipped: di
 
 
 def _for_weight(layer: QuantWeighted, mean: Tensor, like: Tensor) -> Tensor:
-    """Return the mean of the input by which each element of a weight is multiplied."""
+    """Return the mean of the input that multiplies each element of a weight."""
     groups, kernel = getattr(layer, "groups", 1), [1] * (like.dim() - 2)
     if layer.OUTPUT_AXIS == 1:
         return mean.reshape(-1, 1, *kernel).expand_as(like)
@@ -257,7 +258,7 @@ def _for_weight(layer: QuantWeighted, mean: Tensor, like: Tensor) -> Tensor:
 
 
 def _mean_of_input(node: fx.Node) -> Tensor | Obstacle:
-    """Return the mean of each channel of a layer's input by the batch norm that it comes from, or why there is none."""
+    """Return the mean of each input channel of a layer, from the batch norm before it, or the reason why it is unknown."""
     low, high, source = -math.inf, math.inf, node.all_input_nodes[0]
     while True:
         kind = kind_of(source)
@@ -270,15 +271,13 @@ def _mean_of_input(node: fx.Node) -> Tensor | Obstacle:
         if bounds is not None and bounds.known:
             low, high = bounds.low, bounds.high
         elif not (is_quantizer(source) or kind.returns_input):
-            why = (
-                f"its input comes from {source.name!r} ({kind}), of which no batch norm gives the mean; use 'empirical'"
-            )
+            why = f"its input comes from {source.name!r} ({kind}), so no batch norm gives its mean; use 'empirical'"
             return Obstacle(why)
         source = source.all_input_nodes[0]
 
 
 def clipped_mean(mean: Tensor, deviation: Tensor, low: float, high: float) -> Tensor:
-    """Return the mean of a normal distribution whose values are clipped to [low, high].
+    """Return the mean of a normal distribution clipped to [low, high].
 
     Example:
         >>> clipped_mean(torch.zeros(1), torch.ones(1), 0.0, torch.inf)  # 1 / sqrt(2 pi)

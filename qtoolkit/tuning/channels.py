@@ -1,4 +1,4 @@
-"""The weight of a layer by its output and input channels, for any type of layer."""
+"""Views of a layer's weight by output and input channels, for all types of layers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LAYERS = tuple(module for module, (kind, _) in OF_MODULE.items() if kind.layer)
 
 
 class ChannelView:
-    """A layer's weight as (groups, outputs, inputs, kernel), with one value per channel where channels are meant.
+    """A layer's weight as (groups, outputs, inputs, kernel); channel values and factors have one entry per channel.
 
     `dims` is the number of dimensions of the positions.
 
@@ -54,7 +54,7 @@ class ChannelView:
         self._multiply(factor.reshape(self.groups, 1, -1, 1))
 
     def _multiply(self, factor: Tensor) -> None:
-        """Multiply the weight by a factor in the shape of its groups: the weight itself, whose memory may not be contiguous."""
+        """Multiply the weight in place by a factor in the shape of its groups; its memory may not be contiguous."""
         with torch.no_grad():
             full = factor.expand(self._grouped().shape)
             full = full.transpose(1, 2) if self.transposed else full

@@ -1,4 +1,4 @@
-"""Distillation: a loss that draws a quantized model towards the float model."""
+"""Distillation: a loss between a quantized model and the float model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,25 +25,25 @@ class Distillation(AbstractContextManager["Distillation"]):
     loss = logits_weight * T^2 * KL(softmax(teacher / T) || softmax(student / T))
          + feature_weight * mean over features of |student - teacher|^2 / |teacher|^2
 
-    (G. Hinton et al., arXiv 1503.02531, for the logits.) The teacher runs in eval mode without gradients; then each of its
-    modules is in its own mode again. The features are the outputs of modules, which hooks take in the student's forward:
-    call `close()`, or use a `with` block, to remove them. Copies of the student, such as averages, have none. A quantized layer
-    whose batch norm is linked to it computes the batch norm itself in eval mode, when batch norms are frozen, and by some
-    strategies: the feature of such a layer is the output of its batch norm, in both models.
+    (G. Hinton et al., arXiv 1503.02531, for the logits.) The teacher runs in eval mode without gradients; then the mode of each
+    of its modules is restored. The features are the outputs of modules, recorded by hooks in the student's forward: call
+    `close()`, or use a `with` block, to remove the hooks. Copies of the student, such as averages, have no hooks. A quantized
+    layer with a linked batch norm includes the batch norm in eval mode, with frozen batch norms, and with some strategies: the
+    feature of such a layer is the output of its batch norm, in both models.
 
     Args:
-        student: The model that is trained, also in DistributedDataParallel or torch.compile.
+        student: The model in training, optionally in DistributedDataParallel or torch.compile.
         teacher: The model to follow.
         temperature: T, above 0.
-        features: Names of modules that both models have.
-        logits_weight: Weight of the logits' part; 0 for features alone, of models whose output may be anything.
+        features: Names of modules in both models.
+        logits_weight: Weight of the logits' part; 0 uses only features, and allows any model output.
         feature_weight: Weight of the features' part.
         logits_of: Returns the logits of a model's output; by default the output is the logits.
 
     Raises:
-        TypeError: A model is not a module, or `features` is no sequence of names.
-        ValueError: Both models are the same, a model has no module of a name, a value is out of its range, or the batch norm
-            behind a feature is folded into its layer in one model alone.
+        TypeError: A model is not a module, or `features` is not a sequence of names.
+        ValueError: Both models are the same object, a named module does not exist, a value is out of range, or the batch norm
+            after a feature is folded into its layer in only one of the models.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -85,12 +85,12 @@ class Distillation(AbstractContextManager["Distillation"]):
         _check("logits_weight", logits_weight, logits_weight > 0 or bool(features), "above 0 without features")
         self.teacher, self.temperature, self.features = teacher, temperature, tuple(features)
         self.logits_weight, self.feature_weight, self.logits_of = logits_weight, feature_weight, logits_of
-        # The names of the modules that give the features.
+        # The names of the feature modules.
         self._outputs = tuple(_output_of(name, student, inner) for name in self.features)
         self._of_student, self._handles = _hooked(student, self._outputs)
 
     def __call__(self, inputs: object, output: object) -> Tensor:
-        """Return the loss of the student's latest forward.
+        """Return the loss for the student's latest forward.
 
         Args:
             inputs: The inputs of the student's forward: passed as teacher(*inputs) if a tuple or list, teacher(**inputs) if a
@@ -118,8 +118,8 @@ class Distillation(AbstractContextManager["Distillation"]):
         logits, wanted = self._logits_in(output, "student"), self._logits_in(target, "teacher")
         if logits.shape != wanted.shape:
             raise ValueError(
-                f"Distillation: the logits differ in shape: {tuple(logits.shape)} of the student, {tuple(wanted.shape)} of "
-                f"the teacher; call it with the inputs of the student's forward."
+                f"Distillation: the logits differ in shape: {tuple(logits.shape)} for the student, {tuple(wanted.shape)} for "
+                "the teacher; call the loss with the inputs of the student's forward."
             )
         return kl_of_logits(logits, wanted, self.temperature)
 
@@ -127,8 +127,8 @@ class Distillation(AbstractContextManager["Distillation"]):
         logits = output if self.logits_of is None else self.logits_of(output)
         if not isinstance(logits, Tensor):
             raise TypeError(
-                f"Distillation: the logits of the {role} must be a tensor, got {type(logits).__name__}; pass logits_of, which "
-                f"returns the logits of a model's output."
+                f"Distillation: the logits of the {role} must be a tensor, got {type(logits).__name__}; pass logits_of, a "
+                "function that returns the logits of a model's output."
             )
         return logits
 
@@ -155,21 +155,21 @@ def kl_of_logits(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> 
 
 
 def _output_of(name: str, *models: nn.Module) -> str:
-    """Return the module whose output is the same quantity in all models and modes: behind a layer with a batch norm, this."""
+    """Return the module whose output is the same quantity in all models and modes: the batch norm after a layer, if any."""
     layers = [model.get_submodule(name) for model in models]
     norms = {norm for model in models for norm in _norms_behind(model, name, models)}
     if norms:
         return norms.pop()
     if len({isinstance(layer, QuantWeighted) and layer._holds_batch_norm for layer in layers}) > 1:
         raise ValueError(
-            f"Distillation: the batch norm behind {name!r} is folded into this layer in one of the models, whose output is "
-            f"then not that of {name!r} in the other; name the module behind the batch norm, such as its activation."
+            f"Distillation: the batch norm after {name!r} is folded into this layer in only one of the models, so the outputs "
+            f"of {name!r} differ; name the module after the batch norm, such as its activation."
         )
     return name
 
 
 def _norms_behind(model: nn.Module, name: str, models: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield the name that the batch norm which a layer of a model computes has in all models."""
+    """Yield the name, common to all models, of the batch norm that a layer includes."""
     layer, names = model.get_submodule(name), first_names(model)
     linked = layer.batch_norm if isinstance(layer, QuantWeighted) else None
     behind = [names[linked]] if linked in names else []
@@ -181,7 +181,7 @@ def _norms_behind(model: nn.Module, name: str, models: Sequence[nn.Module]) -> I
 
 
 class _Kept:
-    """Keeps the output of a module in a dict: a forward hook. A copy of the module keeps nothing."""
+    """Forward hook that keeps the output of a module in a dict. In a copy of the module it does nothing."""
 
     def __init__(self, outputs: dict[str, object] | None, name: str) -> None:
         self.outputs, self.name = outputs, name
@@ -206,8 +206,8 @@ def _taken(outputs: Mapping[str, object], name: str, role: str) -> Tensor:
             "did not run in a forward" if output is None else f"returned {with_article(type(output))}, not a tensor,"
         )
         raise RuntimeError(
-            f"Distillation: the module {name!r} of the {role} {state} since the last call; run the model first, and name "
-            f"modules that return one tensor."
+            f"Distillation: the module {name!r} of the {role} {state} since the last call; run the model first, and use "
+            "modules that return one tensor."
         )
     return output
 
@@ -215,8 +215,8 @@ def _taken(outputs: Mapping[str, object], name: str, role: str) -> Tensor:
 def _relative_error(name: str, student: Tensor, teacher: Tensor) -> Tensor:
     if student.shape != teacher.shape:
         raise ValueError(
-            f"Distillation: the outputs of the module {name!r} differ in shape: {tuple(student.shape)} of the student, "
-            f"{tuple(teacher.shape)} of the teacher."
+            f"Distillation: the outputs of the module {name!r} differ in shape: {tuple(student.shape)} for the student, "
+            f"{tuple(teacher.shape)} for the teacher."
         )
     wanted = teacher.float()
     power = wanted.square().sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -31,21 +31,21 @@ from qtoolkit.verdicts import Obstacle
 M = TypeVar("M", bound=nn.Module)
 
 ROUNDS, CLOSE = 40, 1e-3
-# A channel of activations counts as at least this part of the widest: other data may need more of its range.
+# A channel of activations counts as at least this fraction of the widest: other data may need a wider range.
 LEAST = 0.01
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two layers whose channels are equalized.
+    """Two layers with equalized channels.
 
     Attributes:
-        first: The dotted name of the layer whose output channels are divided.
-        second: That of the layer whose input channels are multiplied.
-        batch_norm: That of the batch norm between them, whose scale and shift are divided instead; "" for none.
-        before: How much wider the widest channel is than the median one, before: of the weights of both layers, or of the
-            tensors between them, whichever is most uneven.
-        after: The same at the end.
+        first: The dotted name of the layer with divided output channels.
+        second: The dotted name of the layer with multiplied input channels.
+        batch_norm: The dotted name of the batch norm between them; its scale and shift are divided instead. "" for none.
+        before: The ratio of the widest to the median channel before equalization: the largest ratio of both weights, or of the
+            tensors between them.
+        after: The same ratio after equalization.
     """
 
     first: str
@@ -62,8 +62,8 @@ class Equalization(Generic[M]):
     Attributes:
         model: The equalized model, of the same type.
         pairs: The pairs of layers.
-        skipped: Why the output channels of other layers stay, by the layer's name.
-        change: The largest change of an output, as a share of the largest output.
+        skipped: The reason for each layer with unchanged output channels, by name.
+        change: The largest change of an output, relative to the largest output.
     """
 
     model: M
@@ -76,7 +76,7 @@ class Equalization(Generic[M]):
         lines += [
             f"{p.first} -> {p.second}: widest channel {p.before:.3g} -> {p.after:.3g} of the median" for p in self.pairs
         ]
-        return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.skipped.items()])
+        return "\n".join(lines + [f"{name}: unchanged: {why}" for name, why in self.skipped.items()])
 
 
 def equalize(
@@ -88,34 +88,35 @@ def equalize(
     backend: str | Backend | None = None,
     progress: bool = True,
 ) -> Equalization[M]:
-    """Scale the channels between consecutive layers so that all have about the same range.
+    """Scale the channels between consecutive layers so that they have similar ranges.
 
-    A channel that leaves a layer is divided by a factor, and multiplied by it where it enters the next one: the function of the
-    model stays the same, in training mode too, which is checked. By default the weights get the same ranges: per-tensor weights
-    lose far less after it; with one scale for each output channel there is little to gain. With `activations` the tensors
-    between the layers get them, which have one scale for all channels: at the weights' cost, which training makes up for.
-    Layers are convolutions, transposed convolutions and linear layers of every dimension, with groups; between them may be a
-    batch norm, ReLU, LeakyReLU, PReLU, pools, padding and dropout.
+    An output channel of a layer is divided by a factor, and the input channel of the next layer is multiplied by it. The
+    function of the model stays the same, also in training mode; this is checked. By default the ranges of the weights are
+    equalized: this greatly reduces the error of per-tensor weights, and hardly changes the error of per-channel weights. With
+    `activations`, the tensors between the layers are equalized, which have one scale for all channels. This increases the error
+    of the weights, which training can compensate. Layers are convolutions, transposed convolutions and linear layers of all
+    dimensions, with groups; between them may be a batch norm, ReLU, LeakyReLU, PReLU, pools, padding and dropout.
 
     Args:
         model: A float model, before `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        example_inputs: As for `qtoolkit.prepare`: the model is traced with them, and run for the check. They give the
-            ranges of activations: pass a batch of real data.
-        skip: Dotted names of layers that stay as they are.
-        inplace: Change the model itself; otherwise a copy.
-        activations: None for the weights. Or the power of its range, relative to the widest, that a channel is divided by: 1
-            makes all channels of the activations equally wide, 0.5 shares the work with the weights. Where several tensors
-            are between the layers, a channel counts by that in which it is widest, relative to the others.
+        example_inputs: As for `qtoolkit.prepare`: the model is traced and checked with them. They determine the ranges of
+            activations: pass a batch of real data.
+        skip: Dotted names of layers to leave unchanged.
+        inplace: Change the model itself instead of a copy.
+        activations: None equalizes the weights. A number is the power of the channel's relative range by which the channel is
+            divided: 1 makes all activation channels equally wide, 0.5 distributes the spread between activations and weights.
+            If several tensors are between the layers, the tensor counts in which the channel is relatively widest.
         backend: The target that the model will be prepared for, by name or as a Backend. With `activations`, only the tensors
-            count that it quantizes: of a layer and a PReLU behind it, the output of both on "tensorrt" and "academic", each
-            of the two on "onnxruntime". None counts all, which suits every target and none best.
+            that it quantizes count. Example: for a layer followed by a PReLU, "tensorrt" and "academic" quantize only the
+            output of the pair, "onnxruntime" both outputs. None counts all tensors, which is valid for every target but optimal
+            for none.
         progress: Show a progress bar.
 
     Returns:
-        The model, the pairs, and why other layers stay as they were.
+        The model, the pairs, and the reasons for unchanged layers.
 
     Raises:
-        TypeError: `model` is no module, or has quantizers.
+        TypeError: `model` is not a module, or has quantizers.
         ValueError: A name in `skip` or the backend is unknown, or `activations` is not above 0 and at most 1.
         UntraceableError: The model cannot be traced.
         RuntimeError: The outputs would change; the model is then unchanged.
@@ -151,11 +152,11 @@ def equalize(
 
 
 class _Link:
-    """Two layers, and what is between them, on a path of nodes from the first to the second; for any backend, or one.
+    """Two layers and the nodes between them, on a path from the first to the second; for any backend, or for one.
 
-    `source` is the node of the first layer, or of the batch norm behind it. `between` are the nodes between the layers whose
-    output the target can quantize. What it computes as one op has one output; every target computes a layer and the ReLU behind
-    it so, and the values that ReLU removes have no scale.
+    `source` is the node of the first layer, or of the batch norm after it. `between` are the nodes between the layers with
+    outputs that the target can quantize. Fused ops have one output; every target fuses a layer and the ReLU after it, so the
+    values that ReLU removes have no scale.
     """
 
     def __init__(self, path: Sequence[fx.Node], backend: Backend | None) -> None:
@@ -169,7 +170,7 @@ class _Link:
         self.between = [node for node, user in pairwise(divided) if not self._joins(node, kind_of(user), backend)]
 
     def _joins(self, node: fx.Node, activation: OpKind, backend: Backend | None) -> bool:
-        """Return whether the target computes an activation as one op with the layer whose output it takes."""
+        """Return whether the target fuses an activation into the layer before it."""
         if backend is None or node is not self.source or not activation.activation:
             return activation.is_relu
         return activation.is_relu or backend.joins(self.kind, activation)
@@ -181,7 +182,7 @@ class _Link:
         return outputs, self.second.inputs_amax()
 
     def width(self) -> float:
-        """Return how much wider the widest channel of both layers is than the median one."""
+        """Return the larger ratio of the widest to the median channel of both layers."""
         return max(map(_width, self._ranges()))
 
     def equalize(self) -> float:
@@ -208,7 +209,7 @@ class _Link:
 
 
 def _width(ranges: Tensor) -> float:
-    """Return how much wider the widest channel is than the median one."""
+    """Return the ratio of the widest channel to the median channel."""
     used = ranges[ranges > 0]
     return float(used.max() / used.median()) if len(used) else 1.0
 
@@ -230,8 +231,8 @@ def _equalize_activations(
 ) -> list[tuple[float, float]]:
     """Divide the channels of each pair of layers by powers of their ranges; return the widths before and after.
 
-    A channel counts by the tensor in which it is widest: a target can quantize the input of PReLU, and its output, in which the
-    channels with a small slope are narrow. So no channel gets wider than the widest one of its tensor.
+    A channel counts by the tensor in which it is widest: a target can quantize both the input of a PReLU and its output, in
+    which channels with a small slope are narrow. Thus no channel becomes wider than the widest channel of its tensor.
     """
     widths = []
     for link, observed in zip(links, ranges, strict=True):
@@ -244,7 +245,7 @@ def _equalize_activations(
 
 
 def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: object) -> list[list[Tensor]]:
-    """Return for each pair of layers the range of each channel, zero included, of every tensor between them."""
+    """Return for each pair of layers the channel ranges, including zero, of every tensor between them."""
     graph, written = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.set_codegen(gm.graph._codegen)
     link_of = {node: link for link in links for node in link.between}
@@ -263,9 +264,9 @@ def _ranges_between(gm: fx.GraphModule, links: Sequence[_Link], example_inputs: 
 
 
 def ranges_of_channels(x: Tensor, source: Tensor, dims: int) -> Tensor:
-    """Return the range of each channel of a tensor, zero included.
+    """Return the range of each channel of a tensor, including zero.
 
-    The channels run as in the output of `source`, with `dims` dimensions of positions behind them.
+    The channel axis is the axis in the output of `source`, with `dims` position dimensions after it.
 
     Example:
         >>> ranges_of_channels(torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.zeros(2, 2, 5, 5), 2)
@@ -297,7 +298,7 @@ def _links(
 
 
 class _Uses:
-    """What uses the modules and parameters of a model, so that they cannot be scaled for one of their uses alone."""
+    """The users of a model's modules and parameters. Shared ones cannot be scaled for only one of their uses."""
 
     def __init__(self, gm: fx.GraphModule, model: nn.Module, skip: Sequence[str]) -> None:
         self.calls, self.skip = ModuleCalls(gm.graph), skip
@@ -334,13 +335,13 @@ def _is_parametrized_layer(node: fx.Node) -> bool:
 
 
 def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
-    """Return the nodes from a layer to the layer that takes its channels, or why there is none."""
+    """Return the nodes from a layer to the layer that takes its channels, or the reason why there is none."""
     batch_norm: fx.Node | None = None
     path = [layer]
     while True:
         users = list(path[-1].users)
         if len(users) != 1:
-            return Obstacle(f"{len(users)} ops take the output of {path[-1].name!r}")
+            return Obstacle(f"{len(users)} ops use the output of {path[-1].name!r}")
         path += users
         (node,) = users
         kind = kind_of(node)
@@ -348,7 +349,7 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
             scales = batch_norm is None or getattr(module_of(batch_norm), "weight", None) is not None
             count = ChannelView(module_of(node)).inputs_amax().numel()
             if count != ChannelView(module_of(layer)).outputs_amax().numel():
-                return Obstacle(f"{node.target!r} takes {count} channels, which are not its own")
+                return Obstacle(f"{node.target!r} takes another number of input channels ({count})")
             return path if scales else Obstacle("its batch norm has no scale")
         if kind.normalizes_batches and node.op == "call_module" and batch_norm is None and node.args[0] is layer:
             bn = module_of(node)
@@ -356,11 +357,11 @@ def _path_from(layer: fx.Node) -> list[fx.Node] | Obstacle:
                 return Obstacle("its batch norm has no running statistics")
             batch_norm = node
         elif not _keeps_channels(node, kind, ChannelView(module_of(layer)).dims):
-            return Obstacle(f"{node.name!r} ({kind}) follows it, through which no factor of a channel passes")
+            return Obstacle(f"{node.name!r} ({kind}) follows it, which does not commute with a factor per channel")
 
 
 def _keeps_channels(node: fx.Node, kind: OpKind, dims: int) -> bool:
-    """Return whether an op on channels of some dimensions passes on a positive factor of each channel."""
+    """Return whether an op commutes with a positive factor of each channel."""
     if called_by(node) in MEANS:  # over positions, as (2, 3) or (-2, -1); a linear layer has its channels last
         over = argument(node, 1, "dim")
         over = over if isinstance(over, tuple | list) else (over,)

@@ -27,7 +27,7 @@ from qtoolkit.tuning.runs.stepwise import LayerRuns
 
 COLUMNS = 128  # whose errors are spread to the later columns at once
 DAMPINGS = (0.01, 0.1, 1.0)  # the paper's, and two for few inputs
-# The share of the best gain that a larger damping must keep. It fits the batches less closely: inputs unlike them lose less.
+# The share of the best gain that a larger damping must keep. Larger damping overfits the batches less.
 GAIN = 0.8
 
 
@@ -37,10 +37,10 @@ class LayerError:
 
     Attributes:
         name: Its dotted name.
-        before: The mean squared error of its output by its weights rounded to nearest, on one half of its inputs in the
-            quantized model.
-        after: The same with the codes that the other half gives; `before` where rounding to nearest was kept.
-        damping: The damping of its codes; None where rounding to nearest was better, and was kept.
+        before: The mean squared error of its output with weights rounded to nearest, on one half of its inputs in the quantized
+            model.
+        after: The same error with the rounding chosen on the other half; equals `before` if rounding to nearest was kept.
+        damping: The damping used for its rounding; None if rounding to nearest was better and was kept.
     """
 
     name: str
@@ -64,7 +64,7 @@ class GPTQ:
 
     Attributes:
         layers: The errors of the layers, in the order in which they run.
-        skipped: Why other layers are rounded to nearest, by name.
+        skipped: The reason for each layer that is rounded to nearest, by name.
     """
 
     layers: tuple[LayerError, ...]
@@ -73,7 +73,7 @@ class GPTQ:
     def __str__(self) -> str:
         rows = [("layer", "error before", "after", "damping"), *(layer.row() for layer in self.layers)]
         lines = [f"{len(self.layers)} linear layers", *table(rows)]
-        return "\n".join(lines + [f"{name}: left out: {why}" for name, why in self.skipped.items()])
+        return "\n".join(lines + [f"{name}: skipped: {why}" for name, why in self.skipped.items()])
 
 
 def gptq(
@@ -85,40 +85,39 @@ def gptq(
     act_order: bool = False,
     progress: bool = True,
 ) -> GPTQ:
-    """Choose the codes of linear layers column by column, where each column makes up for the errors of those before it.
+    """Choose the rounding of linear layers column by column; each column compensates the errors of the previous columns.
 
-    The layers are taken in the order in which they run; the inputs of each come from the quantized model so far. Only the sums
-    of products of its inputs are stored, (in, in) in float64 for each half of them, for any number of batches. The scales stay
-    those of the quantizers, one for each row or each group of columns (`QuantSpec(axis=1, group_size=128)`), with `act_order`
-    too. The result is in the weights, as after `qtoolkit.tuning.reconstruct`.
+    Layers are processed in the order in which they run; the inputs of each layer come from the model with all earlier layers
+    quantized. For any number of batches, only sums of input products are stored, (in, in) in float64 for each half of the
+    inputs. The scales of the quantizers do not change: one per row or per group of columns (`QuantSpec(axis=1,
+    group_size=128)`), also with `act_order`. The result is stored in the weights, as in `qtoolkit.tuning.reconstruct`.
 
-    Codes fit the inputs that choose them: with few inputs for each column, they can be far better on these inputs and worse on
-    others. So each layer is tried first: one half of its inputs chooses codes, and the other half tells their error. Where it
-    is not below the error of rounding to nearest, weights stay rounded to nearest.
+    The rounding can overfit: with few inputs per column, it can be far better on these inputs and worse on others. Therefore
+    each layer is cross-validated: one half of its inputs chooses the rounding, and the other half measures the error. If the
+    error is not below the error of rounding to nearest, the weights stay rounded to nearest.
 
-    A prepared model runs from layer to layer, and a replaced one from its inputs each time, as in
-    `qtoolkit.tuning.bias_correction`. For a layer that the model calls several times, the whole model runs, and
-    its inputs in all calls count.
+    A prepared model runs from layer to layer, and a replaced model from its inputs each time, as in
+    `qtoolkit.tuning.bias_correction`. For a layer with several calls, the whole model runs, and the inputs of all calls count.
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`.
-        batches: As for `qtoolkit.calibrate`. They are read twice; by a replaced model, which has no graph, and with `forward`,
-            once for each layer. Their rows (tokens) should be ten times as many as a layer has inputs, or more.
-        layers: Dotted names of linear layers; None takes all that can be.
-        forward: forward(model, batch), for batches that the model does not take.
-        damping: What is added to the diagonal of the sums, as a share of its mean; more of it fits the inputs less closely.
-            None takes for each layer the largest of 0.01, 0.1 and 1 that keeps 80 % of the best gain on the other half.
-        act_order: Take the columns with the largest inputs first.
+        batches: As for `qtoolkit.calibrate`. They are read twice; for a replaced model, or with `forward`, once for each layer.
+            They should have at least ten times as many rows (tokens) as a layer has input features.
+        layers: Dotted names of linear layers; None uses all supported layers.
+        forward: forward(model, batch), for batches that cannot be passed to the model directly.
+        damping: The value that is added to the diagonal of the sums, relative to its mean; larger values overfit less. None
+            uses for each layer the largest of 0.01, 0.1 and 1 that keeps 80 % of the best gain on the other half.
+        act_order: Process the columns with the largest inputs first.
         progress: Show a progress bar.
 
     Returns:
-        The errors before and after, and why other layers were left out.
+        The errors before and after, and the reasons for skipped layers.
 
     Raises:
-        ValueError: A layer in `layers` is unknown or cannot be taken, no layer can, damping is not positive, there is no
-            batch, or one has NaN. The model is then unchanged.
+        ValueError: A layer in `layers` is unknown or not supported, no layer is supported, damping is not positive, there is no
+            batch, or a batch contains NaN. The model is then unchanged.
         TypeError: An argument is of a wrong type.
-        RuntimeError: A quantizer has no range yet.
+        RuntimeError: A quantizer is not calibrated.
 
     Example:
         >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=3, axis=0)))
@@ -142,7 +141,7 @@ def gptq(
         stack.enter_context(tuning(prepared))
         warn_before_rounding(prepared, wanted, "gptq")
         order = _order(prepared, wanted, data)
-        skipped |= {name: "no batch reached it" for name in wanted if name not in order}
+        skipped |= {name: "no batch reaches it" for name in wanted if name not in order}
         runs = stack.enter_context(LayerRuns(prepared, list(order), data))
         bar = stack.enter_context(progress_bar("gptq", "layers", progress, order))
         for name in bar:
@@ -159,19 +158,19 @@ def gptq(
 
 
 def _obstacles(model: nn.Module) -> dict[str, str]:
-    """Return why the rounding of each layer cannot be chosen; "" where it can."""
+    """Return the reason why the rounding of each layer cannot be chosen; "" if it can."""
     reasons = obstacles(model)
     for name in reasons:
         layer = model.get_submodule(name)
         if not isinstance(layer, nn.Linear):
             takes = kind_of_module(layer).layer and isinstance(model, QuantizedGraphModule)
-            other = "; qtoolkit.tuning.reconstruct takes it" if takes else ""
-            reasons[name] = f"it is {with_article(type(layer))}, and only linear layers can be{other}"
+            other = "; use qtoolkit.tuning.reconstruct" if takes else ""
+            reasons[name] = f"it is {with_article(type(layer))}, and only linear layers are supported{other}"
     return reasons | obstacles_of_functions(model)
 
 
 def _order(model: nn.Module, names: Sequence[str], data: Batches) -> dict[str, bool]:
-    """Return the layers in the order of their first calls, with whether the model calls each several times."""
+    """Return the layers in the order of their first calls, and whether each has several calls."""
     calls, count = Counter[str](), 0
     handles = [
         model.get_submodule(name).register_forward_hook(lambda *args, name=name: calls.update([name])) for name in names
@@ -194,13 +193,13 @@ class _Products:
 
 
 def _products(layer: QuantWeighted, run: Callable[[], None]) -> _Products:
-    """Return the means of the products of a layer's inputs, as the model now is; `run` runs it on all batches."""
+    """Return the means of the products of a layer's inputs in the current model; `run` runs it on all batches."""
     size = layer.weight.size(1)
     sums = torch.zeros(2, size, size, dtype=torch.float64, device=layer.weight.device)
     counts, calls = [0, 0], 0
 
     def add(module: QuantWeighted, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        """Add the products of the rows of a call's input, half of them to each sum: a forward pre-hook."""
+        """Forward pre-hook: add the products of the rows of an input, half of them to each sum."""
         nonlocal calls
         x = quantized(module.input_quantizer, args[0] if args else kwargs["input"])
         rows = x.detach().reshape(-1, size).float()
@@ -219,7 +218,7 @@ def _products(layer: QuantWeighted, run: Callable[[], None]) -> _Products:
 
 
 def _tried(grid: CodeGrid, name: str, products: _Products, dampings: Sequence[float], act_order: bool) -> LayerError:
-    """Return the error on the second half of the inputs of the codes that the first half gives, with the damping to take."""
+    """Return the error on the second half of the inputs for rounding chosen on the first half, and the best damping."""
     before = _error(grid, grid.nearest(), products.second)
     after = {each: _error(grid, rounded(grid, products.first, each, act_order), products.second) for each in dampings}
     gain = before - min(after.values())
@@ -230,10 +229,10 @@ def _tried(grid: CodeGrid, name: str, products: _Products, dampings: Sequence[fl
 
 
 def rounded(grid: CodeGrid, hessian: Tensor, damping: float, act_order: bool) -> Tensor:
-    """Return the codes of a weight (out, in), column by column (section 3 of the paper).
+    """Return the quantized integers of a weight (out, in), chosen column by column (section 3 of the paper).
 
-    The hessian is the mean of products of inputs, (in, in); `damping` is added to its diagonal, as a share
-    of its mean. With `act_order` the columns with the largest diagonal come first.
+    The hessian is the mean of products of inputs, (in, in); `damping` is added to its diagonal, relative to its mean. With
+    `act_order` the columns with the largest diagonal come first.
     """
     hessian = hessian.double().clone()
     diagonal = hessian.diagonal()

@@ -1,4 +1,4 @@
-"""Weights that oscillate between two codes in training: a loss that dampens them, and freezing (arXiv 2203.11086)."""
+"""Weights that oscillate between two quantized values in training: a dampening loss, and freezing (arXiv 2203.11086)."""
 
 import math
 from collections.abc import Mapping
@@ -17,31 +17,31 @@ MOST_BITS = 16
 
 
 class OscillationDampening:
-    """A loss that draws each weight to the middle of its code, so that it does not oscillate between two codes.
+    """A loss that pulls each weight to its quantized value, so that it does not oscillate between two of them.
 
     loss = coefficient * sum over layers and output channels of mean((clip(w, lowest, highest) - Q(w))^2)
 
-    (M. Nagel et al., arXiv 2203.11086, section 4; the authors' code takes the mean over the elements of an output
-    channel.) Q(w) and the range of the grid are constants: the gradient goes to the weights, and there is none for a weight
-    beyond the range. Where a linked batch norm multiplies w by a factor before it is quantized, the grid of the
-    product is divided by the factor.
+    (M. Nagel et al., arXiv 2203.11086, section 4; the authors' code takes the mean over the elements of an output channel.)
+    Q(w) and the range of the grid are constants: the gradient goes to the weights, and weights outside the range get no
+    gradient. If a linked batch norm multiplies w by a factor before quantization, the grid of the product is divided by the
+    factor.
 
     The coefficient rises along a cosine from 0 at step `begin` to `largest` at step `total_steps`. Call `step()` after each
-    step of the optimizer. Quantizers that are off add nothing.
+    step of the optimizer. Disabled quantizers add nothing.
 
     Args:
-        model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
-        total_steps: The number of steps of the training.
+        model: A prepared or replaced model, optionally in DistributedDataParallel or torch.compile.
+        total_steps: The number of training steps.
         largest: The coefficient at the end.
         begin: The step at which the coefficient begins to rise; the paper's authors take a quarter of `total_steps`.
 
     Attributes:
-        steps: The number of steps so far.
-        skipped: Why the weights of other quantizers are left out, by name.
+        steps: The number of steps taken.
+        skipped: The reasons for skipped weights, by quantizer name.
 
     Raises:
-        TypeError: The model is not a module, or a value is no number.
-        ValueError: A value is out of its range, or no weight of the model is on a grid of integers.
+        TypeError: The model is not a module, or a value is not a number.
+        ValueError: A value is out of range, or no weight of the model has an integer grid.
 
     Example:
         >>> w3 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0, quantizer="lsq")))
@@ -70,11 +70,11 @@ class OscillationDampening:
 
     @property
     def coefficient(self) -> float:
-        """The coefficient of the present step."""
+        """The coefficient of the current step."""
         return _annealed(0.0, self.largest, self.begin, self.total_steps, self.steps)
 
     def __call__(self) -> Tensor:
-        """Return the loss, 0-d: for the weights as they are, on the grids of the present step's forward."""
+        """Return the loss, 0-d: for the current weights, on the grids of the current step's forward."""
         active = [weight for weight in self._weights.values() if weight.active]
         means = [weight.error().square().sum() / weight.per_channel for weight in active]
         if not means:
@@ -90,7 +90,7 @@ class OscillationDampening:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of `state_dict`."""
+        """Resume from a state of `state_dict`."""
         self.steps = int(state["steps"])
 
     def __repr__(self) -> str:
@@ -99,44 +99,44 @@ class OscillationDampening:
 
 
 class OscillationFreezing:
-    """Freeze each weight that oscillates between two codes, at the code that it has most of the time.
+    """Freeze each weight that oscillates between two quantized values, at its most frequent value.
 
-    After each step of the optimizer, for the code q of each weight (M. Nagel et al., arXiv 2203.11086, section 4):
+    After each step of the optimizer, for the integer q of each weight (M. Nagel et al., arXiv 2203.11086, section 4):
 
-    - A weight turns where q changes in the direction against its last change. Its frequency is the moving average of turns,
-      f <- momentum * turns + (1 - momentum) * f.
-    - A weight with f above the threshold is frozen for the rest of the training, at the moving average of q, rounded. In a
-      short training the first codes would still dominate this average: it is the mean over all steps while there are fewer
-      than 1 / momentum, and is rounded to one of the two codes of the last change.
-    - A frozen weight is set to the value of its code after each step, on the grid of the next forward. There the gradient of a
-      learned scale is 0. Behind a linked batch norm the grid is in units of the weight: its scales take each change of the
-      batch norm's factor, so a frozen weight does not move with the statistics that it gives.
+    - A weight turns if q changes in the opposite direction of its last change. Its frequency is the moving average of turns, f
+      <- momentum * turns + (1 - momentum) * f.
+    - A weight with f above the threshold is frozen for the rest of the training, at the rounded moving average of q. So that
+      the first values do not dominate this average in a short training, it is the mean over all steps for the first 1 /
+      momentum steps, and it is rounded to one of the two values of the last change.
+    - A frozen weight is set to its quantized value after each step, on the grid of the next forward. It does not contribute to
+      the gradient of a learned scale. With a linked batch norm the grid is in units of the weight: its scales follow each
+      change of the batch norm's factor, so a frozen weight does not move with the statistics.
 
     The threshold falls along a cosine from the first to the second of `thresholds`, from step `begin` to step `total_steps`;
-    before `begin` nothing is frozen. From `begin` on, ranges no longer follow these weights (see `qtoolkit.freeze_ranges`),
-    because a frozen weight may be the one that gives the range; learned scales train on. Left out, with the reason in
-    `skipped`, are weights behind a linked batch norm whose scale cannot take the factor of each output channel: one scale for
-    all channels, and powers of two.
+    before `begin` nothing is frozen. From `begin` on, the ranges of these weights are frozen (see `qtoolkit.freeze_ranges`),
+    because a frozen weight may determine the range; learned scales continue to train. Weights with a linked batch norm are
+    skipped (with the reason in `skipped`) if their scale cannot follow the factor of each output channel: per-tensor scales,
+    and powers of two.
 
-    The codes are the next forward's: of the weight times the factor of a linked batch norm.
-    A quantizer that is off is left alone until it is on. In a process group every rank must call `step()`.
+    The integers are computed as in the next forward: from the weight times the factor of a linked batch norm. A disabled
+    quantizer is ignored until it is enabled. In a process group every rank must call `step()`.
 
     Args:
-        model: A prepared or replaced model, also in DistributedDataParallel or torch.compile.
-        total_steps: The number of steps of the training.
-        thresholds: The threshold at the beginning and at the end, in turns for each step; by default the paper's for
-            MobileNetV2 in 4 bits. None only tracks, for `report()`.
-        momentum: Of the moving averages; below the thresholds, so that a single flip does not freeze.
+        model: A prepared or replaced model, optionally in DistributedDataParallel or torch.compile.
+        total_steps: The number of training steps.
+        thresholds: The threshold at the beginning and at the end, in turns per step; the default is the paper's for MobileNetV2
+            in 4 bits. None only tracks, for `report()`.
+        momentum: Momentum of the moving averages; below the thresholds, so that a single flip does not freeze a weight.
         begin: The step from which weights are frozen; the paper's authors take a quarter of `total_steps`.
-        max_bits: Weights of more bits are left out.
+        max_bits: Weights with more bits are skipped.
 
     Attributes:
-        steps: The number of steps so far.
-        skipped: Why the weights of other quantizers are left out, by name.
+        steps: The number of steps taken.
+        skipped: The reasons for skipped weights, by quantizer name.
 
     Raises:
-        TypeError: The model is not a module, or a value is no number.
-        ValueError: A value is out of its range, or no weight of the model is on a grid of integers of at most `max_bits`.
+        TypeError: The model is not a module, or a value is not a number.
+        ValueError: A value is out of range, or no weight of the model has an integer grid of at most `max_bits`.
 
     Example:
         >>> w4 = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=4)))
@@ -184,14 +184,14 @@ class OscillationFreezing:
 
     @property
     def threshold(self) -> float | None:
-        """The threshold of the present step; None where nothing is frozen."""
+        """The threshold of the current step; None if nothing is frozen."""
         if self.thresholds is None or self.steps < self.begin:
             return None
         return _annealed(*self.thresholds, self.begin, self.total_steps, self.steps)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of the optimizer; track the codes, and set the weights that are frozen."""
+        """Count a step of the optimizer; track the integers, and set the frozen weights."""
         self.steps += 1
         variances = shared_variances(list(self._weights.values()))
         for (name, weight), variance in zip(self._weights.items(), variances, strict=True):
@@ -212,20 +212,20 @@ class OscillationFreezing:
             weight.store(track.codes, track.frozen, factor)
 
     def report(self) -> Oscillations:
-        """Return which shares of the weights oscillate and are frozen. Waits for the device."""
+        """Return the shares of oscillating and of frozen weights. Synchronizes with the device."""
         layers = tuple(LayerOscillation.of(name, track) for name, track in self._tracks.items())
-        off = {name: "it is not quantized so far" for name in self._weights if name not in self._tracks}
+        off = {name: "it is not quantized yet" for name in self._weights if name not in self._tracks}
         return Oscillations(self.steps, layers, {**off, **self.skipped})
 
     def state_dict(self) -> dict[str, object]:
-        """Return the number of steps, and what is known of each weight's codes."""
+        """Return the number of steps, and the track of each weight."""
         return {"steps": self.steps, "weights": {name: dict(vars(track)) for name, track in self._tracks.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of `state_dict`: load the model's own state dict first.
+        """Resume from a state of `state_dict`; load the model's own state dict first.
 
         Raises:
-            ValueError: The state is of another model.
+            ValueError: The state belongs to another model.
         """
         tracks = {}
         for name, known in state["weights"].items():
@@ -234,8 +234,8 @@ class OscillationFreezing:
             tracks[name] = Track(**known).to(weight.device)
             if tracks[name].codes.shape != weight.shape:
                 raise ValueError(
-                    f"OscillationFreezing: the state is of another model: its {name!r} has shape "
-                    f"{tuple(tracks[name].codes.shape)}, and that of this model {tuple(weight.shape)}."
+                    f"OscillationFreezing: the state belongs to another model: its {name!r} has shape "
+                    f"{tuple(tracks[name].codes.shape)}, but this model's has {tuple(weight.shape)}."
                 )
         self.steps, self._tracks = int(state["steps"]), tracks
 
@@ -254,7 +254,7 @@ def _annealed(start: float, end: float, begin: int, total_steps: int, steps: int
 def _check_steps(what: str, total_steps: object, begin: object) -> None:
     total, first = check_whole(what, "total_steps", total_steps, 1), check_whole(what, "begin", begin, 0)
     if first >= total:
-        raise ValueError(f"{what}: begin must come before the end of the training, total_steps={total}, got {first}.")
+        raise ValueError(f"{what}: begin must be less than total_steps={total}, got {first}.")
 
 
 def _number(what: str, name: str, value: object) -> float:
@@ -270,7 +270,7 @@ def _check_thresholds(what: str, thresholds: object, momentum: float) -> None:
         raise TypeError(f"{what}: thresholds must be two numbers, such as (0.1, 0.01), or None, got {thresholds!r}.")
     first, last = (_number(what, "each of thresholds", value) for value in thresholds)
     if not last <= first <= 1:
-        raise ValueError(f"{what}: thresholds must fall, from at most 1, got {thresholds!r}.")
+        raise ValueError(f"{what}: thresholds must decrease, from at most 1, got {thresholds!r}.")
     if not last > momentum:
         raise ValueError(
             f"{what}: thresholds must be above momentum={momentum}, or a single flip would freeze a weight, got "

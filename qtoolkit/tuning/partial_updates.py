@@ -1,4 +1,4 @@
-"""PartialUpdates: a training that computes the gradients of a share of each weight's output channels (arXiv 2411.11038)."""
+"""PartialUpdates: train only a share of each weight's output channels in each step (arXiv 2411.11038)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class _Weight:
 
     @property
     def count(self) -> int:
-        """How many channels are chosen in each layer."""
+        """The number of chosen channels in each layer."""
         channels = self.layer.channels()
         return min(channels, max(1, round(self.share * channels))) if self.share else 0
 
@@ -42,7 +42,7 @@ class _Weight:
         return self.layer.sum_per_output(weight.abs()) * self.layer.channels() / weight.numel()
 
     def choose(self, channels: Tensor) -> None:
-        """Update these channels: in place, where there are as many as before, as recorded CUDA graphs read them."""
+        """Set the chosen channels; in place if their number is unchanged, because recorded CUDA graphs read them."""
         for layer in self.layers:
             now = layer.updated_channels
             if now is not None and now.shape == channels.shape:
@@ -52,7 +52,7 @@ class _Weight:
 
 
 class _Taken(NamedTuple):
-    """A weight during a step of the optimizer, which has a parameter of its updated channels in its place."""
+    """A weight during an optimizer step: the optimizer has a parameter of the updated channels in its place."""
 
     params: list[Tensor]  # of the optimizer's group
     place: int
@@ -62,41 +62,41 @@ class _Taken(NamedTuple):
 
 
 class PartialUpdates:
-    """Train a share of the output channels of each weight in a step, and all biases, batch norms and scales.
+    """Train a share of the output channels of each weight in each step, and all biases, batch norms and scales.
 
-    The gradient of a weight takes about as long as the forward. In each step it is computed for the chosen output channels of
-    a layer alone, and these alone are updated: the optimizer takes their rows of the weight, of its gradient and of its own
-    state. The other channels do not move, nor do they decay, and their state stays. The channels are chosen again every so many
-    steps. This is the method of EfQAT (arXiv 2411.11038), for the fine-tuning of trained networks.
+    The gradient of a weight takes about as long as forward. In each step it is computed only for the chosen output channels of
+    a layer, and only these are updated: the optimizer gets their rows of the weight, of its gradient and of its own state. The
+    other channels do not change, do not decay, and keep their state. The channels are chosen again every `every` steps. This is
+    the method of EfQAT (arXiv 2411.11038), for fine-tuning trained networks.
 
-    - Layers in groups, depthwise convolutions included, compute the gradient of the whole weight, as gathering their input
-      takes longer than what it saves.
-    - A channel that is not chosen takes the factor of its batch norm as a constant: gamma has the gradient of the batch norm,
-      and behind a frozen batch norm none.
-    - Adam's `step` counts the steps of the whole weight, so the first steps of a channel that is chosen late are larger.
+    - Grouped layers, including depthwise convolutions, compute the gradient of the whole weight, because gathering their input
+      takes more time than it saves.
+    - For a channel that is not chosen, the factor of a linked batch norm is a constant: gamma gets only the gradient of the
+      batch norm itself, and no gradient from a frozen batch norm.
+    - Adam's `step` counts the steps of the whole weight, so the first updates of a channel that is chosen late are larger.
 
     Call `step()` after each step of the optimizer, and `finish()` to train whole weights again. In a process group every rank
-    must call both. A copy of the model, deep or pickled, has no chosen channels: it trains whole weights, but those of share 0,
-    which are frozen.
+    must call both. A copy of the model, deep or pickled, has no chosen channels: it trains whole weights, except for weights
+    with share 0, which are frozen.
 
     Args:
-        model: A prepared or replaced model, also in DistributedDataParallel or fully_shard.
-        optimizer: SGD, Adam or AdamW over its parameters. Its `step` takes no closure.
-        share: The share of the output channels that are updated, from 0 to 1; at least one channel of a layer. 0 trains no
-            weight. A mapping gives the shares of modules by name, such as {"layer4": 0.25, "": 0}: the longest name in which a
-            layer lies counts, "" is the model, and a layer that lies in none is trained whole.
-        every: After how many steps the channels are chosen again.
-        by: "magnitude": those of the largest mean magnitude in each layer. "network": those of the whole network whose mean
-            magnitude, divided by the layer's, is largest; a layer then has any number of them. "rotation": the next ones in
-            turn.
+        model: A prepared or replaced model, optionally in DistributedDataParallel or fully_shard.
+        optimizer: SGD, Adam or AdamW over its parameters. Its `step` must be called without a closure.
+        share: The share of updated output channels, from 0 to 1; at least one channel of a layer. 0 trains no weight. A mapping
+            gives the shares of modules by name, such as {"layer4": 0.25, "": 0}: the longest name that contains the layer
+            counts, "" is the model, and all other layers are trained whole.
+        every: The number of steps after which the channels are chosen again.
+        by: "magnitude": the channels with the largest mean magnitude in each layer. "network": the channels of the whole
+            network with the largest mean magnitude relative to the layer's; a layer may then have any number of them.
+            "rotation": the next channels in turn.
 
     Attributes:
-        steps: The number of steps so far.
-        skipped: Why other weights are trained whole, by the name of the layer.
+        steps: The number of steps taken.
+        skipped: The reason for each weight that is trained whole, by layer name.
 
     Raises:
         TypeError: The model is not a module, or a value is not a number.
-        ValueError: A value is out of its range, the optimizer is another one, a name is no module's, or no layer of the model
+        ValueError: A value is out of range, the optimizer is not supported, a name is not a module, or no layer of the model
             can be trained in part. The optimizer's `step` raises it for a closure.
 
     Example:
@@ -130,7 +130,7 @@ class PartialUpdates:
         check_known(f"{name}: by", by, RULES)
         if type(optimizer) not in OPTIMIZERS:
             raise ValueError(
-                f"{name}: optimizer must be torch's SGD, Adam or AdamW, whose update of an element takes no other one, got "
+                f"{name}: optimizer must be torch's SGD, Adam or AdamW, which update each element independently, got "
                 f"{type(optimizer).__name__}."
             )
         model = unwrapped(model)
@@ -149,7 +149,7 @@ class PartialUpdates:
         self._choose()
 
     def step(self) -> None:
-        """Count a step of the optimizer, and choose the channels again where that is due."""
+        """Count a step of the optimizer, and choose the channels again if due."""
         self.steps += 1
         if self.steps % self.every == 0:
             self._choose()
@@ -166,28 +166,28 @@ class PartialUpdates:
                 layer.updated_channels = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the chosen channels, by the names of layers."""
+        """Return the number of steps and the chosen channels, by layer name."""
         return {
             "steps": self.steps,
             "channels": {name: _channels(w.layer).clone() for name, w in self._weights.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of `state_dict`.
+        """Resume from a state of `state_dict`.
 
         Raises:
-            ValueError: The state is of another model, or of other shares.
+            ValueError: The state belongs to another model, or to other shares.
         """
         channels = state["channels"]
         if channels.keys() != self._weights.keys():
             (name, *_) = sorted(channels.keys() ^ self._weights.keys())
             raise ValueError(
-                f"PartialUpdates: the state is of another model: only one of both has the weight {name!r}."
+                f"PartialUpdates: the state belongs to another model: only one of the two has the weight {name!r}."
             )
         for name, weight in self._weights.items():
             if self.by != "network" and len(channels[name]) != weight.count:
                 raise ValueError(
-                    f"PartialUpdates: the state has {len(channels[name])} channels of {name!r}, and share={weight.share} are "
+                    f"PartialUpdates: the state has {len(channels[name])} channels of {name!r}, but share={weight.share} gives "
                     f"{weight.count}; pass the share of the training that is resumed."
                 )
         self.steps = int(state["steps"])
@@ -228,14 +228,14 @@ class PartialUpdates:
         if not found:
             why = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
             raise ValueError(
-                f"PartialUpdates: no layer can be trained in part{f' ({why})' if why else ''}; pass a model that "
-                "qtoolkit.prepare or qtoolkit.quant_modules.replace returned, and an optimizer of its parameters."
+                f"PartialUpdates: no layer can be trained in part{f' ({why})' if why else ''}; pass the result of "
+                "qtoolkit.prepare or qtoolkit.quant_modules.replace, and an optimizer of its parameters."
             )
         return found
 
     @torch.no_grad()
     def _choose(self) -> None:
-        """Choose the channels by the rule, from the weights as they are."""
+        """Choose the channels by the rule, from the current weights."""
         weights = list(self._weights.values())
         if self.by == "rotation":
             turn = self.steps // self.every
@@ -262,8 +262,8 @@ class PartialUpdates:
         """Let the optimizer update parameters of the chosen channels in place of the weights."""
         if args[1:] or any(value is not None for value in kwargs.values()):
             raise ValueError(
-                "PartialUpdates: optimizer.step must be called without a closure, which would run the model while the "
-                "optimizer holds parts of its weights; compute the loss and its gradients before the step."
+                "PartialUpdates: optimizer.step must be called without a closure: it would run the model while the optimizer "
+                "holds parts of its weights; compute the loss and its gradients before the step."
             )
         self._release()  # a step before has raised an error
         rows = {id(w.layer.weight): w.layer for w in self._weights.values()}
@@ -282,7 +282,7 @@ class PartialUpdates:
 
     @torch.no_grad()
     def _put_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write what the optimizer has updated into the weights and their state."""
+        """Write the optimizer's updates into the weights and their state."""
         for _, _, p, part, layer in self._taken:
             _write(p, part, layer)
             for key, value in optimizer.state[part].items():
@@ -312,33 +312,31 @@ def _shares(model: nn.Module, share: object) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"PartialUpdates: share must be a number from 0 to 1, got {value!r}.")
         if not 0 <= value <= 1:
-            raise ValueError(
-                f"PartialUpdates: share must be from 0 to 1, the part of the output channels, got {value}."
-            )
+            raise ValueError(f"PartialUpdates: share must lie in [0, 1], got {value}.")
     return shares
 
 
 def _share_of(name: str, shares: Mapping[str, float]) -> float:
-    """Return the share of a layer: of the longest name that it lies in."""
+    """Return the share of a layer: the share of the longest name that contains it."""
     parts = name.split(".") if name else []
     around = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
     return next((shares[each] for each in around if each in shares), 1.0)
 
 
 def _why_whole(module: QuantModule, optimized: set[int]) -> str | None:
-    """Return why the weight of a module is trained whole; None if a part of it can be."""
+    """Return why the weight of a module is trained whole; None if it can be trained in part."""
     if not isinstance(module, QuantWeighted) or not module.has_geometry():
-        return "it is no convolution, transposed convolution or linear layer"
+        return "it is not a convolution, transposed convolution or linear layer"
     weight = module.weight
     if not isinstance(weight, nn.Parameter) or module._parameters.get("weight") is not weight:
         return "its weight is computed from other parameters"
     if module.OUTPUT_AXIS == 1 and module.weight_groups()[1] > 1:
-        return "its output channels are no rows or columns of the weight"
+        return "its output channels are not rows or columns of the weight"
     if module.updated_channels is not None:
-        return "another PartialUpdates trains it; call its finish() before"
+        return "another PartialUpdates trains it; call finish() of that one first"
     if not weight.requires_grad:
         return "its weight is not trained"
-    return None if id(weight) in optimized else "the optimizer does not have its weight"
+    return None if id(weight) in optimized else "its weight is not in the optimizer"
 
 
 # ---- the channels of a tensor like a weight
@@ -349,12 +347,12 @@ def _is_like(value: object, p: Tensor) -> bool:
 
 
 def _channels(layer: QuantWeighted) -> Tensor:
-    """Return the channels of a layer that are updated, of which some are chosen from the start on."""
+    """Return the updated channels of a layer, with the first choice."""
     return cast("Tensor", layer.updated_channels)
 
 
 def _select(t: Any, layer: QuantWeighted) -> Tensor:
-    """Return the updated channels of a tensor like the layer's weight; of a sharded one those that this process has."""
+    """Return the updated channels of a tensor like the layer's weight; for a sharded tensor the local ones."""
     part = own_part(t).index_select(layer.OUTPUT_AXIS, _own_channels(t, layer))
     if not is_sharded(t):
         return part
@@ -372,7 +370,7 @@ def _write(t: Tensor, part: Tensor, layer: QuantWeighted) -> None:
 
 
 def _own_channels(t: Any, layer: QuantWeighted) -> Tensor:
-    """Return the updated channels among those of a tensor that this process has."""
+    """Return the updated channels in the local part of a tensor."""
     channels = _channels(layer)
     for dimension, placement in enumerate(t.placements if is_sharded(t) else ()):
         if placement.is_shard(layer.OUTPUT_AXIS):  # in parts as of torch.chunk

@@ -36,7 +36,7 @@ class ReconstructionMethod:
 
     granularity: str  # what it reconstructs unless the caller says otherwise: "layer" or "block"
     learn_scales: bool = False  # whether it also trains the scales of the activations that only the unit takes
-    # the share of values that stay in float at each step: of the unit's inputs, and behind its quantizers
+    # the share of values that stay in float at each step: of the unit's inputs, and of its quantizers' outputs
     drop: float = 0.0
 
 
@@ -49,16 +49,16 @@ METHODS: Mapping[str, ReconstructionMethod] = {
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of one layer or block.
+    """The result for one layer or block.
 
     Attributes:
         name: Its name.
         layers: The layers in it.
-        before: The mean squared difference of its output from the float model's, with weights rounded to nearest; with a
-            loss, of elements that are weighted by the squares of its gradients.
-        after: The same at the end.
-        moved: The share of its codes that are another one than the nearest.
-        kept: Whether nothing was better than rounding to nearest, which was kept.
+        before: The mean squared difference between its output and the float model's, with weights rounded to nearest; with a
+            loss, elements are weighted by its squared gradients.
+        after: The same difference at the end.
+        moved: The share of its weights that are not rounded to nearest.
+        kept: Whether rounding to nearest was best and was kept.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Reconstruction:
     Attributes:
         method: The method.
         units: The layers or blocks, in the order of the model.
-        skipped: Why the rounding of a layer was not learned, by its name.
+        skipped: The reason for each layer without learned rounding, by name.
     """
 
     method: str
@@ -90,10 +90,10 @@ class Reconstruction:
 
     def __str__(self) -> str:
         layers = sum(len(unit.layers) for unit in self.units)
-        head = ("unit", "layers", "error before", "after", "codes moved", "")
+        head = ("unit", "layers", "error before", "after", "weights moved", "")
         rows = table([head, *(unit.row() for unit in self.units)])
         lines = [f"{self.method}: {len(self.units)} units with {layers} layers", *rows]
-        return "\n".join(lines + [f"{name}: left out: {why}" for name, why in self.skipped.items()])
+        return "\n".join(lines + [f"{name}: skipped: {why}" for name, why in self.skipped.items()])
 
 
 def reconstruct(
@@ -113,52 +113,53 @@ def reconstruct(
     progress: bool = True,
     loss: Loss | None = None,
 ) -> Reconstruction:
-    """Learn whether each weight is rounded down or up, so that layers or blocks return what the float model's do.
+    """Learn whether each weight is rounded down or up, so that the outputs of layers or blocks match the float model.
 
-    The units are taken in the order of the model. The inputs of each come from the quantized model so far, and its targets
-    from the float model. A unit for which nothing better is found keeps its weights rounded to nearest. The result is in the
-    weights: each lies on the code that was learned, so that state dicts, `qtoolkit.convert` and the export have it; the ranges
-    of these weights no longer follow them, nor scales of activations that were learned the data. The models go on from unit to
-    unit: besides the steps, all units together take the time of a few runs of the whole model.
+    Units (layers or blocks) are processed in the order of the model. The inputs of each unit come from the model with all
+    earlier units quantized, its targets from the float model. A unit keeps rounding to nearest if nothing better is found. The
+    result is stored in the weights: each is set to its learned quantized value, so state dicts, `qtoolkit.convert` and the
+    export contain it. The ranges of these weights, and learned scales of activations, are frozen. Intermediate values are
+    cached from unit to unit: besides the steps, all units together take the time of a few runs of the whole model.
 
-    Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) takes blocks,
-    and trains the scales of their activations as well; `loss` gives the paper's weights of errors.
-    "qdrop" (arXiv 2203.05740) moreover leaves half of the activations in float at random. Blocks are found by the graph and
-    the hierarchy of modules (`qtoolkit.tuning.rounding.units`).
+    Methods: "adaround" (arXiv 2004.10568) learns rounding, by default layer by layer. "brecq" (arXiv 2102.05426) uses blocks,
+    and also trains the scales of their activations; `loss` enables the paper's weighting of errors. "qdrop" (arXiv 2203.05740)
+    also keeps a random half of the activations in float. Blocks are found from the graph and the module hierarchy
+    (`qtoolkit.tuning.rounding.units`).
 
     Args:
         prepared: A calibrated model from `qtoolkit.prepare`, in training or eval mode.
-        batches: As for `qtoolkit.calibrate`; some hundred samples. Each step takes one batch, so that batches of 32 are better
-            than one of 1,024. They are read once, and with `forward` once for each unit; an iterator is stored.
+        batches: As for `qtoolkit.calibrate`; a few hundred samples. Each step uses one batch, so batches of 32 are better than
+            one batch of 1,024. They are read once, and with `forward` once for each unit; an iterator is stored as a list.
         method: "adaround", "brecq" or "qdrop".
-        granularity: "layer" or "block"; None takes the method's own.
-        steps: Steps of Adam for each unit. The papers take 10,000 to 20,000.
-        layers: Dotted names of the layers to take; None takes all that can be.
-        forward: forward(model, batch), for batches that the model does not take. It calls the model once.
-        learning_rate: Of the rounding.
-        scale_learning_rate: Of the scales of activations, relative to their size.
+        granularity: "layer" or "block"; None means the method's default.
+        steps: Steps of Adam for each unit. The papers use 10,000 to 20,000.
+        layers: Dotted names of layers; None uses all supported layers.
+        forward: forward(model, batch), for batches that cannot be passed to the model directly. It must call the model once.
+        learning_rate: Learning rate of the rounding.
+        scale_learning_rate: Learning rate of the activation scales, relative to their size.
         rounding_weight: Weight of the regularizer, the mean of 1 - |2 h - 1|^beta, which is annealed and drives each weight to
-            one of its two codes. The error is divided by the error of rounding to nearest: one weight fits layers of any scale.
-        seed: Of the order of batches and of what is dropped. Results are equal for equal seeds on the same machine.
-        path: A folder where each finished unit is saved. Another call with the same model, options and batches goes on there,
-            with the same result as a call that was not interrupted.
-        cache_gib: GiB of memory for what is kept of the batches: one half for the inputs and outputs of the unit at hand, the
-            other for the values from which the models go on behind it. What exceeds a half is in temporary files.
+            one of its two neighbouring values. The error is divided by the error of rounding to nearest, so the same weight
+            fits layers of any scale.
+        seed: Seed of the order of batches and of the dropped values. Equal seeds give equal results on the same machine.
+        path: A folder where each finished unit is saved. Another call with the same model, options and batches resumes there,
+            with the same result as an uninterrupted call.
+        cache_gib: GiB of memory for cached values: one half for the inputs and outputs of the current unit, the other half for
+            the values from which the models continue after it. The excess of each half goes to temporary files.
         progress: Show a progress bar.
-        loss: Weights the squared error of each element of a unit's output by the square of the gradient of a loss there, in the
-            float model (the Fisher diagonal of BRECQ). Either loss(output, batch), the loss of the task, where `output` is what
-            the model or `forward` returns; or "kl", which takes no labels: the KL divergence from the distribution of the
-            float model's own logits (N, classes, ...). It costs a backward pass for each batch, whose result takes as many
-            bytes as the outputs of all units, within `cache_gib` or in temporary files. None counts all elements the same.
+        loss: Weights the squared error of each element of a unit's output by the squared gradient of this loss in the float
+            model (the Fisher diagonal of BRECQ). Either loss(output, batch), the loss of the task, where `output` is the return
+            value of the model or of `forward`; or "kl", which needs no labels: the KL divergence from the distribution of the
+            float model's logits (N, classes, ...). It costs a backward pass for each batch; its result takes as many bytes as
+            the outputs of all units, within `cache_gib` or in temporary files. None gives all elements the same weight.
 
     Returns:
-        The errors of each unit before and after, and the layers that were left out, with the reason.
+        The errors of each unit before and after, and the reasons for skipped layers.
 
     Raises:
         TypeError: The model was not prepared, or a batch does not match its forward.
-        ValueError: An option is unknown or out of range, a layer in `layers` cannot be taken, there is no batch, one has NaN,
-            or `path` is from other options. The model is then unchanged; so it is after KeyboardInterrupt.
-        RuntimeError: A quantizer has no range yet.
+        ValueError: An option is unknown or out of range, a layer in `layers` is not supported, there is no batch, a batch
+            contains NaN, or `path` was written with other options. The model is then unchanged, as after KeyboardInterrupt.
+        RuntimeError: A quantizer is not calibrated.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
@@ -205,9 +206,9 @@ def reconstruct(
 
 
 def _gain(results: Sequence[UnitResult]) -> str:
-    """Return how much of the error of rounding to nearest is left, on average over the units so far; nothing at the start."""
+    """Return the share of the rounding-to-nearest error that is left, averaged over the finished units; "" at the start."""
     left = [unit.after / unit.before for unit in results if unit.before]
-    return f", {sum(left) / len(left):.0%} of the error left so far" if left else ""
+    return f", {sum(left) / len(left):.0%} of the error left" if left else ""
 
 
 def _check(
@@ -215,9 +216,8 @@ def _check(
 ) -> ReconstructionMethod:
     if not isinstance(prepared, QuantizedGraphModule):
         raise TypeError(
-            f"reconstruct: prepared must be what qtoolkit.prepare returned, whose graph gives the layers and blocks, got "
-            f"{type(prepared).__name__}; for a model without a graph, qtoolkit.tuning.gptq chooses the rounding of its "
-            f"linear layers."
+            "reconstruct: prepared must be the result of qtoolkit.prepare, because layers and blocks are found in its graph, "
+            f"got {type(prepared).__name__}; for a model without a graph, use qtoolkit.tuning.gptq for its linear layers."
         )
     check_known("method of reconstruct", method, METHODS)
     if granularity is not None:
@@ -243,7 +243,7 @@ class _Task:
         self.activations = {names[quantizer]: quantizer for quantizer in found}
 
     def run(self, place: int, samples: UnitSamples, stepped: Callable[[], object]) -> FinishedUnit:
-        """Learn, store the better of the roundings, and return the result, with what `load` takes."""
+        """Learn, store the better rounding, and return the result and the state for `load`."""
         module = part_between(self.gm, self.unit.inputs, self.unit.nodes, [self.unit.output])
         with samples.cache() as cache:
             samples.fill(cache, place)
@@ -272,7 +272,7 @@ class _Task:
         return {"weights": weights, "follows": follows, "grids": grids}
 
     def load(self, state: UnitState) -> None:
-        """Take weights and grids of `run`, of this process or another."""
+        """Load weights and grids from `run`, of this process or another."""
         with torch.no_grad():
             for name, grid in self.grids.items():
                 grid.layer.weight.copy_(state["weights"][name])
@@ -282,12 +282,12 @@ class _Task:
             quantizer.following = state["follows"][name]
 
     def _quantizers(self) -> dict[str, TensorQuantizer]:
-        """Return the quantizers of activations, and of weights by their layers' names."""
+        """Return the quantizers of activations, and of weights by layer name."""
         return {name: grid.quantizer for name, grid in self.grids.items()} | self.activations
 
 
 def _error(module: fx.GraphModule, cache: BatchCache[Sample]) -> float:
-    """Return the mean squared difference of a unit's output from the float one over all batches, weighted by importance."""
+    """Return the mean squared difference between a unit's output and the float output, weighted by importance."""
     total, count = 0.0, 0
     with torch.no_grad():
         for place in range(len(cache)):

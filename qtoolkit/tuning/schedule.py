@@ -1,4 +1,4 @@
-"""QuantizationSchedule: which phase of quantization-aware training a model is in, counted in steps of the optimizer."""
+"""QuantizationSchedule: phases of quantization-aware training, counted in optimizer steps."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,33 +21,33 @@ OBSERVED_STEPS = 20  # earlier ones have the values of another network, if weigh
 
 
 class QuantizationSchedule:
-    """Observe, quantize, freeze the ranges, freeze the batch norms: each from a step of the optimizer on.
+    """Observe, quantize, freeze the ranges, freeze the batch norms: each phase starts at a given optimizer step.
 
-    Call `step()` after each step of the optimizer, as for a learning rate, and before averages are updated. A phase that begins
-    at step n holds for the forward after n steps.
+    Call `step()` after each step of the optimizer, like a learning rate scheduler, and before averages are updated. A phase
+    that begins at step n applies to the forward after n steps.
 
-    - The first `observe` steps train the float model; in the last 20 of them all quantizers observe, without what they have
-      observed before. Then the ranges are set, of weights by the weights as they are, and the model quantizes. In a
-      process group the ranges of all ranks are merged: every rank must call `step()`. Data that a model sees in eval mode while
-      it observes enters its ranges too. Quantizers that are off stay off.
-    - From step `freeze_ranges` on, no range follows a weight and none observes (see `qtoolkit.freeze_ranges`). Learned scales
-      train on.
+    - The first `observe` steps train the float model; in the last 20 of them all quantizers observe, starting from empty
+      observers. Then the ranges are set (weight ranges from the current weights), and the model quantizes. In a process group
+      the ranges of all ranks are merged: every rank must call `step()`. While a model observes, data in eval mode also counts.
+      Disabled quantizers stay disabled.
+    - From step `freeze_ranges` on, ranges do not follow weights or observe (see `qtoolkit.freeze_ranges`). Learned scales
+      continue to train.
     - From step `freeze_batch_norm` on, the batch norms keep their running statistics (see `qtoolkit.freeze_batch_norm`).
 
     Args:
-        model: A prepared or replaced model, or one that contains it, also in DistributedDataParallel.
-        observe: The number of steps in float. 0 takes the ranges that the model has, of `qtoolkit.calibrate`.
+        model: A prepared or replaced model, or a model that contains it, optionally in DistributedDataParallel.
+        observe: The number of steps in float. 0 uses the existing ranges from `qtoolkit.calibrate`.
         freeze_ranges: The step from which ranges are frozen; None never freezes them.
         freeze_batch_norm: The step from which batch norms are frozen; None never freezes them.
-        averages: Copies of the model, such as torch.optim.swa_utils.AveragedModel, that change their phase with it.
+        averages: Copies of the model, such as torch.optim.swa_utils.AveragedModel, that change phases together with it.
 
     Warns:
         UserWarning: The model has no batch norm to freeze.
 
     Raises:
         TypeError: A model is not a module, or a step is not a whole number.
-        ValueError: A step is negative, ranges are to be frozen before there are any, the model has no quantizers, or a model
-            in `averages` is not a copy of it.
+        ValueError: A step is negative, ranges would be frozen before they exist, the model has no quantizers, or a model in
+            `averages` is not a copy of it.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)).train(), backend="tensorrt")
@@ -75,8 +75,8 @@ class QuantizationSchedule:
                 check_whole("QuantizationSchedule", name, value, 0)
         if freeze_ranges is not None and freeze_ranges < observe:
             raise ValueError(
-                f"QuantizationSchedule: freeze_ranges={freeze_ranges} must not come before the ranges exist; the first "
-                f"observe={observe} steps find them. Set freeze_ranges to at least {observe}."
+                f"QuantizationSchedule: freeze_ranges={freeze_ranges} must not come before the ranges exist, after "
+                f"observe={observe} steps. Set freeze_ranges to at least {observe}."
             )
         self.model, self.averages = model, tuple(averages)
         self.observe, self.freeze_ranges, self.freeze_batch_norm = observe, freeze_ranges, freeze_batch_norm
@@ -87,14 +87,14 @@ class QuantizationSchedule:
 
     @property
     def observing(self) -> bool:
-        """Whether the model is still in float, and observes, or will."""
+        """Whether the model is still in float, before or during observation."""
         return self.steps < self.observe
 
     def step(self) -> None:
-        """Count a step of the optimizer, and change the phase where one begins.
+        """Count a step of the optimizer, and start the phases that are due.
 
         Raises:
-            ValueError: The steps in float are over, and a quantizer has observed NaN or infinities.
+            ValueError: At the end of the float steps, a quantizer has observed NaN or infinity.
         """
         self.steps += 1
         if self.steps <= self.observe:  # DistributedDataParallel gives all ranks the ranges of rank 0
@@ -108,24 +108,24 @@ class QuantizationSchedule:
         self._begin_phases()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the number of steps and, while the model observes, what its quantizers have observed."""
+        """Return the number of steps and, while the model observes, the state of its observers."""
         quantizers = quantizers_of(self.model) if self.observing else {}
         return {"steps": self.steps, "observed": {name: q.observer.state() for name, q in quantizers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of `state_dict`: load the model's and its averages' own state dicts first.
+        """Resume from a state of `state_dict`; load the state dicts of the model and its averages first.
 
-        The steps at which phases begin stay this schedule's.
+        The start steps of the phases are this schedule's, not the state's.
 
         Raises:
-            ValueError: The state is of another model.
+            ValueError: The state belongs to another model.
         """
         quantizers = quantizers_of(self.model)
         observed = state["observed"]
         if observed and observed.keys() != quantizers.keys():
             (name, *_) = sorted(observed.keys() ^ quantizers.keys())
             raise ValueError(
-                f"QuantizationSchedule: the state is of another model: only one of both has the quantizer {name!r}."
+                f"QuantizationSchedule: the state belongs to another model: only one of the two has the quantizer {name!r}."
             )
         self.steps = int(state["steps"])
         for name, seen in observed.items():
@@ -141,7 +141,7 @@ class QuantizationSchedule:
         now = [f"in float for {self.observe} steps"] if self.observing else []
         now += [f"{holds} since step {begin}" for begin, holds, _ in phases if _begun(begin, self.steps)]
         coming = sorted((begin, what) for begin, _, what in phases if begin is not None and begin > self.steps)
-        then = ", ".join(f"{what} at step {begin}" for begin, what in coming) or "nothing changes any more"
+        then = ", ".join(f"{what} at step {begin}" for begin, what in coming) or "no more changes"
         return f"QuantizationSchedule(step {self.steps}: {', '.join(now)}; next: {then})"
 
     def _check_models(self) -> None:
@@ -151,14 +151,14 @@ class QuantizationSchedule:
         if not quantizers_of(self.model):
             refuse_foreign_quantizers(self.model, "QuantizationSchedule")
             raise ValueError(
-                "QuantizationSchedule: the model has no quantizers to switch; pass what qtoolkit.prepare or "
-                "qtoolkit.quant_modules.replace returned. A converted model is not trained."
+                "QuantizationSchedule: the model has no quantizers to switch; pass the result of qtoolkit.prepare or "
+                "qtoolkit.quant_modules.replace. A converted model is not trained."
             )
         specs = [[quantizer.spec for quantizer in quantizers_of(model).values()] for model in models]
         if any(of != specs[0] for of in specs[1:]):
             raise ValueError(
                 "QuantizationSchedule: each of averages must be a copy of the model, such as "
-                "torch.optim.swa_utils.AveragedModel(model); the quantizers of one differ from those of the model."
+                "torch.optim.swa_utils.AveragedModel(model); one of them has other quantizers than the model."
             )
         if self.freeze_batch_norm is not None and not has_linked(self.model):
             warnings.warn(
@@ -171,7 +171,7 @@ class QuantizationSchedule:
         return max(0, self.observe - OBSERVED_STEPS)
 
     def _begin_phases(self) -> None:
-        """Do what is due after the present number of steps."""
+        """Start the phases that are due after the current number of steps."""
         if self.observing and self.steps == self._first_observed:
             for quantizer in quantizers_of(self.model).values():
                 quantizer.observer.reset()
@@ -179,7 +179,7 @@ class QuantizationSchedule:
             self._set_modes()
 
     def _set_modes(self) -> None:
-        """Give all models the modes of the present phase."""
+        """Set the modes of the current phase in all models."""
         observes = self.observing and self.steps >= self._first_observed
         for model in (self.model, *self.averages):
             for quantizer, off in zip(quantizers_of(model).values(), self._off, strict=True):

@@ -1,4 +1,4 @@
-"""smooth_quant(): move outliers of activations into the weights behind a norm (arXiv 2211.10438)."""
+"""smooth_quant(): move outliers of activations into the weights after a norm (arXiv 2211.10438)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Smoothed:
-    """A norm whose outputs were smoothed.
+    """A norm with smoothed outputs.
 
     Attributes:
         norm: Its dotted name.
-        layers: The linear layers that take its output.
-        before: The largest magnitude of its outputs, as a multiple of the median channel's, before.
-        after: The same at the end.
+        layers: The linear layers that use its output.
+        before: The largest magnitude of its outputs relative to the median channel, before smoothing.
+        after: The same ratio after smoothing.
     """
 
     norm: str
@@ -48,8 +48,8 @@ class SmoothQuant(Generic[M]):
     Attributes:
         model: The model, of the same type.
         groups: The norms, with their layers.
-        skipped: Why other norms stay as they were, by name.
-        change: The largest change of an output, as a share of the largest output.
+        skipped: The reason for each unchanged norm, by name.
+        change: The largest change of an output, relative to the largest output.
     """
 
     model: M
@@ -63,7 +63,7 @@ class SmoothQuant(Generic[M]):
             f"{g.norm} -> {', '.join(g.layers)}: largest channel {g.before:.3g} -> {g.after:.3g} of the median"
             for g in self.groups
         ]
-        return "\n".join(lines + [f"{name}: as it was: {why}" for name, why in self.skipped.items()])
+        return "\n".join(lines + [f"{name}: unchanged: {why}" for name, why in self.skipped.items()])
 
 
 def smooth_quant(
@@ -75,29 +75,30 @@ def smooth_quant(
     inplace: bool = False,
     progress: bool = True,
 ) -> SmoothQuant[M]:
-    """Divide the channels between a norm and the linear layers behind it, so that activations and weights share the outliers.
+    """Divide the channels between a norm and the linear layers after it, so that activations and weights share the outliers.
 
     Each channel of the norm's output is divided by s = max|X|^alpha / max|W|^(1 - alpha), in the norm's scale and shift, and
-    the column of each linear layer is multiplied by it. The function of the model stays the same, which is checked. The model
-    is not traced: the layers behind each norm are those that take its output when the model runs, and nothing else may take it
-    (a residual connection behind a norm does).
+    the corresponding column of each linear layer is multiplied by s. The function of the model stays the same; this is checked.
+    The model is not traced: the layers after each norm are found by running the model. A norm is skipped if any other op uses
+    its output, such as a residual connection after the norm.
 
     Args:
         model: A float model, before `qtoolkit.prepare` or `qtoolkit.quant_modules.replace`. Norms are LayerNorm, RMSNorm and
-            modules of other packages whose class is named so, with a `weight` that scales each channel.
+            modules of other packages with these class names and a `weight` that scales each channel.
         batches: As for `qtoolkit.calibrate`.
-        alpha: From 0, where activations keep their outliers, to 1, where weights get all of them.
-        skip: Dotted names of norms that stay as they are.
-        forward: forward(model, batch), for batches that the model does not take. Its result is compared, too.
-        inplace: Change the model itself; otherwise a copy.
+        alpha: From 0 (activations keep their outliers) to 1 (weights get all of them).
+        skip: Dotted names of norms to leave unchanged.
+        forward: forward(model, batch), for batches that cannot be passed to the model directly. Its result is compared too.
+        inplace: Change the model itself instead of a copy.
         progress: Show a progress bar.
 
     Returns:
-        The model, the norms with their layers, and why other norms stay as they were.
+        The model, the norms with their layers, and the reasons for unchanged norms.
 
     Raises:
         TypeError: An argument is of a wrong type, or the model has quantizers.
-        ValueError: alpha is not in [0, 1], a name in `skip` is unknown, there is no batch, or the output of a norm has NaN.
+        ValueError: alpha is not in [0, 1], a name in `skip` is unknown, there is no batch, or the output of a norm contains
+            NaN.
         RuntimeError: The outputs would change; the model is then unchanged.
 
     Example:
@@ -140,7 +141,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 class _UsesOfNorms(TorchFunctionMode):
-    """What takes the outputs of norms while a model runs, and the largest magnitude of each of their channels."""
+    """The users of norms' outputs in a run of the model, and the largest magnitude of each channel."""
 
     def __init__(self, model: nn.Module, norms: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -151,13 +152,13 @@ class _UsesOfNorms(TorchFunctionMode):
             self.owners.setdefault(id(layer.weight), []).append(layer)
         self.layers: dict[str, dict[nn.Linear, None]] = {name: {} for name in norms}  # those that take its output
         self.others: dict[str, dict[str, None]] = {name: {} for name in norms}  # the other functions that take it
-        # the norms whose outputs each layer takes; None for other tensors
+        # the norms with outputs that each layer uses; None for other tensors
         self.sources: dict[nn.Linear, set[str | None]] = {layer: set() for layer in linear}
         self.amax: dict[str, Tensor] = {}
         self.outputs: dict[int, tuple[str, Tensor]] = {}  # of this run; the tensors stay alive, so that ids stay theirs
 
     def hear(self, name: str, norm: nn.Module, args: object, output: Tensor) -> None:
-        """Take in an output of a norm: a forward hook."""
+        """Forward hook: record an output of a norm."""
         amax = output.detach().abs().reshape(-1, output.size(-1)).amax(0).float()
         self.amax[name] = torch.maximum(self.amax[name], amax) if name in self.amax else amax
         self.outputs[id(output)] = name, output  # last: what was called here is no use of it
@@ -188,7 +189,7 @@ class _UsesOfNorms(TorchFunctionMode):
         if name is not None and len(owners) == 1:
             self.layers[name].setdefault(owners[0])
         elif name is not None:
-            self.others[name].setdefault("linear, with a weight of several layers or of none")
+            self.others[name].setdefault("linear, with a weight of several layers or of no layer")
 
 
 def _watch(model: nn.Module, data: Batches, uses: _UsesOfNorms, progress: bool) -> tuple[object, list[Tensor]]:
@@ -210,7 +211,7 @@ def _watch(model: nn.Module, data: Batches, uses: _UsesOfNorms, progress: bool) 
 
 
 def _shared(model: nn.Module) -> dict[nn.Module, str]:
-    """Return which weight or bias a module shares with another one, as an embedding and the last layer may."""
+    """Return the weight or bias that a module shares with another one, as for an embedding and the last layer."""
     owners = owners_of_parameters(model)
     found: dict[nn.Module, str] = {}
     for module, name in first_names(model).items():
@@ -218,7 +219,7 @@ def _shared(model: nn.Module) -> dict[nn.Module, str]:
         for attribute in ("weight",) if type(module) is nn.Linear else ("weight", "bias"):
             others = [owner for owner in owners.get(id(module._parameters.get(attribute)), ()) if owner != name]
             if others:
-                found.setdefault(module, f"the {attribute} of {name!r} is that of {others[0]!r} too")
+                found.setdefault(module, f"{name!r} shares its {attribute} with {others[0]!r}")
     return found
 
 
@@ -234,11 +235,11 @@ def _groups(
         elif name not in uses.amax:
             skipped[name] = "no batch reached it"
         elif uses.others[name]:
-            skipped[name] = f"{', '.join(uses.others[name])} takes its output too"
+            skipped[name] = f"{', '.join(uses.others[name])} also uses its output"
         elif not layers:
-            skipped[name] = "no linear layer takes its output"
+            skipped[name] = "no linear layer uses its output"
         elif shared:
-            skipped[name] = f"{shared[0]!r} takes other tensors too"
+            skipped[name] = f"{shared[0]!r} also takes other tensors"
         elif why := next((tied[module] for module in (uses.norms[name], *layers) if module in tied), ""):
             skipped[name] = why
         else:

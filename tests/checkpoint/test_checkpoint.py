@@ -193,7 +193,7 @@ def test_what_is_no_path_to_load() -> None:
         (None, "got None"),
         ("", "got ''"),
         (3, "got 3"),
-        ({}, "a state dict is loaded by model.load_state_dict"),
+        ({}, "load a state dict with model.load_state_dict"),
     ):
         with pytest.raises(
             TypeError, match=f"^load_checkpoint: path must be a file or a folder of save_checkpoint.*{words}"
@@ -339,7 +339,7 @@ def test_another_optimizer_or_state_is_named(tmp_path: Path, kind: str) -> None:
         model,
         optimizer=torch.optim.Adam([p for n, p in model.named_parameters() if n != "weight"]),
     )
-    refused(path, "other groups or another order", model, optimizer=torch.optim.Adam([*model.parameters()][::-1]))
+    refused(path, "their groups or their order differ", model, optimizer=torch.optim.Adam([*model.parameters()][::-1]))
     refused(path, "unknown name in state 'rat'; did you mean 'rate'", model, state={"rat": rate})
     refused(path, r"state\['epoch'\] was saved as a plain value", model, state={"epoch": rate})
     qt.save_checkpoint(model, path)
@@ -367,7 +367,7 @@ def test_pickles_of_code_are_never_run(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "harmful.bin").write_bytes(pickle.dumps(Harmful(), protocol=2))
     torch.save(prepared_net(), "model.pt")
     for name in ("harmful.pt", "harmful.bin", "model.pt"):
-        refused(Path(name), "not a file of tensors alone .* Other pickles may run code and are not loaded")
+        refused(Path(name), "does not hold only tensors .* Other pickles can execute arbitrary code and are not loaded")
     refused(Path("folder"), r"no complete checkpoint of save_checkpoint. Its .metadata is a pickle")
     refused(Path("model.pt"), r"alone \(it holds qtoolkit\.graph\.restore_graph_module\)")
     (tmp_path / "text.pt").write_text("no pickle")
@@ -385,7 +385,7 @@ def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
     for file, opened in ((tmp_path / "last.safetensors",) * 2, (data, tmp_path / "last")):
         content = file.read_bytes()
         file.write_bytes(content[: int(share * len(content))])
-        refused(opened, "complete file of safetensors|bytes, and had|its files")
+        refused(opened, "complete safetensors file|bytes, and had|its files")
     data.unlink()
     refused(tmp_path / "last", r"is missing, and had \d+ bytes when")
 

@@ -190,9 +190,9 @@ def test_bad_arguments_of_verify(tmp_path, capsys) -> None:
     npz.write_text("nothing")
     np.savez(other, y=np.zeros(3, np.float32))
     assert "'x' is missing" in refused(capsys, "verify", path, "--inputs", str(other))
-    assert "is no .npz file" in refused(capsys, "verify", path, "--inputs", str(npz))
+    assert "is not a .npz file" in refused(capsys, "verify", path, "--inputs", str(npz))
     assert "does not exist" in refused(capsys, "verify", path, "--inputs", str(tmp_path / "none.npz"))
-    assert "is no program of torch.export" in refused(capsys, "verify", path, "--model", path)
+    assert "is not a torch.export program" in refused(capsys, "verify", path, "--model", path)
     assert "--allow must be a share" in refused(capsys, "verify", path, "--allow", "2")
     np.savez(other, x=np.zeros((1, 2, 3), np.float32))
     assert "onnxruntime cannot run" in refused(

@@ -212,4 +212,4 @@ def test_arrays_larger_than_their_file(tmp_path, capsys) -> None:
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("x.npy", data)
     command = [*COMMANDS[3], "--inputs", str(tmp_path / "x.npz")]
-    assert "is no .npz file of arrays" in refused(tmp_path / "m.onnx", clean().model(), command, capsys)
+    assert "is not a .npz file of arrays" in refused(tmp_path / "m.onnx", clean().model(), command, capsys)

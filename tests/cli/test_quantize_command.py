@@ -126,7 +126,7 @@ def test_a_file_in_float16_has_one_and_a_note_on_what_ran(program: Path, capsys)
     assert main(typed(program, "model", "batches", backend="tensorrt")) == 0
     out = capsys.readouterr().out
     assert re.search("model.onnx: verdict: (equal|rounding of float16)\n", out)
-    assert "onnxruntime's CPU has no integer kernels for Q/DQ pairs in float16" in out
+    assert "onnxruntime's CPU backend has no integer kernels for float16 Q/DQ pairs" in out
 
 
 def test_what_users_of_the_runtime_must_know_is_a_note(program: Path, monkeypatch, capsys) -> None:
@@ -187,7 +187,7 @@ def test_bad_names_are_a_sentence(program: Path, model: str, data: str, words: s
         ("model", "model: 'model' must be MODULE:NAME or path/file.py:NAME."),
         ("none.py:model", "model: 'none.py' does not exist."),
         ("no_such_module:model", "model: 'no_such_module': no module 'no_such_module' is in "),
-        ("json.py:model", "model: 'json.py' has the name of a module that is imported already"),
+        ("json.py:model", "model: 'json.py' has the name of a module that is already imported"),
     ],
 )
 def test_bad_references_are_a_sentence(program: Path, reference: str, words: str, capsys) -> None:

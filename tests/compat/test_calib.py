@@ -306,7 +306,7 @@ def test_what_is_wrong_with_arguments() -> None:
             calibrator.compute_amax(method)
     with pytest.raises(TypeError, match=r"entropy needs integer codes, got num_bits=\(4, 3\)"):
         of_floats.compute_amax("entropy")
-    with pytest.raises(ValueError, match="entropy needs two levels or more, got num_bits=1 with signed codes"):
+    with pytest.raises(ValueError, match="entropy needs at least two levels, got num_bits=1 with signed integers"):
         of_one_level.compute_amax("entropy")
     assert HistogramCalibrator(8, None, False).compute_amax("mse") is None
 

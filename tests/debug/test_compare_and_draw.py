@@ -159,7 +159,7 @@ def test_the_float_model_is_traced_as_prepare_did(options: dict, converted: bool
 def test_bad_arguments_are_named() -> None:
     model, x = nn.Sequential(nn.Linear(4, 2)).eval(), torch.randn(2, 4)
     prepared = calibrated(model, x)
-    with pytest.raises(TypeError, match="quantized must be what qtoolkit.prepare"):
+    with pytest.raises(TypeError, match="quantized must be the result of qtoolkit.prepare"):
         qt.debug.compare(model, model, x)
     with pytest.raises(TypeError, match="float_model must be the float"):
         qt.debug.compare(prepared, prepared, x)

@@ -91,10 +91,10 @@ def test_another_way_another_model_and_a_prepared_part_are_errors() -> None:
     qt.calibrate(quantized, [x], progress=False)
     quantized.first.input_quantizer.amax = 0.5
     with pytest.raises(
-        ValueError, match=r"'second' is called 1 times in the float model and 0 times in the quantized one"
+        ValueError, match=r"'second' is called 1 times in the float model and 0 times in the quantized model"
     ):
         qt.debug.compare(model, quantized, x, progress=False)
-    with pytest.raises(ValueError, match="the float model has no first, second; pass the model that qtoolkit.quant"):
+    with pytest.raises(ValueError, match="the float model has no first, second; pass the float model that was given"):
         qt.debug.compare(nn.Linear(1, 1), quantized, x, progress=False)
     parts = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)).eval()
     mixed = qt.quant_modules.replace(parts, ignore=["0"], backend="tensorrt")

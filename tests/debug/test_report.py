@@ -244,7 +244,7 @@ def test_what_is_left_out_says_what_to_pass(tmp_path) -> None:
     page = page_of(qt.prepare(ConvNet().eval(), backend="tensorrt10"), tmp_path)  # without ranges, too
     for words in ("accuracy=", "float_model=", "sensitivity=", "inputs=", "verification="):
         assert words in page.sections["left-out"]
-    assert "none yet" in page.sections["ranges"]
+    assert "not calibrated" in page.sections["ranges"]
     assert not {"errors", "sensitivity", "verification", "accuracy"} & set(page.sections)
 
 
@@ -430,7 +430,7 @@ def test_errors_leave_the_file(tmp_path) -> None:
     path, x = tmp_path / "report.html", torch.randn(SHAPE)
     path.write_text("old")
     cases: list[tuple[type[Exception], str, nn.Module, dict[str, Any]]] = [
-        (ValueError, "report: float_model is compared on inputs; pass inputs too", prepared, {"float_model": model}),
+        (ValueError, "report: float_model requires inputs; pass inputs too", prepared, {"float_model": model}),
         (TypeError, "float_model must be a torch.nn.Module or None, got int", prepared, {"float_model": 1, "inputs": x}),
         (TypeError, "accuracy must be a dict of scores, a list of dicts, or None, got float", prepared, {"accuracy": 1.0}),
         (TypeError, "got list", prepared, {"accuracy": [1.0]}),

@@ -281,7 +281,7 @@ def test_quantizers_that_a_module_calls_itself_have_no_row() -> None:
     assert all("ours" in on for on in states_of(replaced, "all_but_one").values())
     own = nn.Sequential(qt.TensorQuantizer(qt.QuantSpec()))
     qt.calibrate(own, [torch.ones(2)], progress=False)
-    with pytest.raises(ValueError, match="no layer in it is quantized by a config"):
+    with pytest.raises(ValueError, match="no layer is quantized by a config"):
         qt.debug.sensitivity(own, lambda m: 1.0, progress=False)
 
 
@@ -320,7 +320,7 @@ def test_a_budget_bounds_the_sum_of_the_others(budget: float, kept: int) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "give either keep_float or budget, got keep_float=None and budget=None"),
+        ({}, "pass exactly one of keep_float and budget, got keep_float=None and budget=None"),
         ({"keep_float": 1, "budget": 1.0}, "got keep_float=1 and budget=1.0"),
         ({"keep_float": 3}, r"keep_float must lie in \[0, 2\], got 3"),
         ({"keep_float": -1}, r"keep_float must lie in \[0, 2\], got -1"),
@@ -381,7 +381,7 @@ def test_models_without_ranges_or_switches(three) -> None:
     with pytest.raises(RuntimeError, match="has no range yet: call qtoolkit.calibrate"):
         qt.debug.sensitivity(qt.prepare(model, backend="tensorrt10"), lambda m: calls.append(m) or 1.0, progress=False)
     assert not calls
-    with pytest.raises(ValueError, match="the model has no quantizers to switch; pass what qtoolkit.prepare"):
+    with pytest.raises(ValueError, match="the model has no quantizers to switch; pass the result of qtoolkit.prepare"):
         qt.debug.sensitivity(model, lambda m: 1.0, progress=False)
     with pytest.raises(TypeError, match="sensitivity: model must be a torch.nn.Module, got str"):
         qt.debug.sensitivity("model", lambda m: 1.0)

@@ -306,7 +306,7 @@ def test_a_loss_function_with_nan_is_told_apart() -> None:
     with qt.debug.watch(model) as watched:
         loss = model(torch.randn(SHAPE)).sum() * math.nan
         with pytest.raises(
-            RuntimeError, match=r"all quantizers get finite values: it starts after the last of them, or in"
+            RuntimeError, match=r"all quantizers get finite values: the error starts after the last one, or in"
         ):
             watched.check(loss)
         watched.check(torch.tensor(3.0))
@@ -437,9 +437,9 @@ def test_bad_arguments() -> None:
         (
             (nn.Linear(2, 2),),
             ValueError,
-            r"watch: this Linear has no quantizer that trains; pass what qtoolkit\.prepare",
+            r"watch: this Linear has no trainable quantizer; pass the result of qtoolkit\.prepare",
         ),
-        ((qt.convert(model),), ValueError, r"has no quantizer that trains"),
+        ((qt.convert(model),), ValueError, r"has no trainable quantizer"),
         ((3,), TypeError, r"watch: model must be a torch\.nn\.Module, got int"),
         ((model, 0), ValueError, r"watch: every must be at least 1, got 0"),
         ((model, 0.5), TypeError, r"watch: every must be a whole number, got 0\.5"),

@@ -274,7 +274,7 @@ def test_a_file_for_each_branch(tmp_path) -> None:
         codes = result.verification
         assert (codes.weight_codes.differing, codes.quantizer_codes.differing, codes.missing) == (0, 0, ())
         assert set(codes.unreached) == {f"{other}.weight_quantizer", f"{other}.input_quantizer"}
-        assert f"not executed, or not used, for these inputs: {other}.weight_quantizer" in str(codes)
+        assert f"not executed or not used for these inputs: {other}.weight_quantizer" in str(codes)
         proto = onnx.load(str(result.path))
         assert not any(node.name.startswith(f"{other}.") for node in proto.graph.node)
         np.testing.assert_allclose(run(proto, x)[0], converted(x).detach().numpy(), rtol=1e-5, atol=1e-6)
@@ -384,7 +384,7 @@ def test_a_changed_scale_is_noticed(tmp_path, name: str) -> None:
     converted.get_submodule(name).scale.mul_(1.5)
     found = verify_onnx(converted, inputs, proto)
     assert found.quantizer_codes.differing > 0
-    with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
+    with pytest.raises(RuntimeError, match="onnxruntime's quantized values must equal the model's"):
         found.check()
 
 
@@ -405,7 +405,7 @@ def test_a_changed_layer_is_noticed(tmp_path) -> None:
     found = verify_onnx(converted, inputs, proto)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0
     assert found.by_quantizer["ours"].differing > 0
-    with pytest.raises(RuntimeError, match="codes of layers differ in onnxruntime .*; worst at 'ours'"):
+    with pytest.raises(RuntimeError, match="quantized values of layers differ in onnxruntime .*; worst at 'ours'"):
         found.check()
 
 

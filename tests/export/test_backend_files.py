@@ -203,7 +203,7 @@ def test_weights_are_clipped_to_their_range(tmp_path) -> None:
     with torch.no_grad():
         prepared.get_submodule("fc").weight[0, 0] = 9.0
         prepared.get_submodule("fc.weight_quantizer").amax = torch.full((5,), 0.5)
-    with pytest.warns(UserWarning, match="finds others than the trained ones"):  # the other rows do not reach the end
+    with pytest.warns(UserWarning, match="differ from the trained scales"):  # the other rows do not reach the end
         model = onnx.load(written(prepared, "tensorrt10", tmp_path).model)
     weight = next(numpy_helper.to_array(t) for t in model.graph.initializer if t.name == "fc.weight")
     assert weight[0, 0] == pytest.approx(0.5)
@@ -272,7 +272,9 @@ def test_nnie_has_no_entry_for_grouped_convolutions(tmp_path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, groups=4)).eval()
     prepared = qt.prepare(model, torch.randn(SHAPE), backend="nnie")
     qt.calibrate(prepared, [torch.randn(SHAPE)], progress=False)
-    with pytest.warns(UserWarning, match="no entry for conv2d: the target takes none for the ops that read them"):
+    with pytest.warns(
+        UserWarning, match="no entry for conv2d: the target accepts none for the ops that use these tensors"
+    ):
         files = written(prepared, "nnie", tmp_path)
     assert len(files.encodings) == 1
 
@@ -344,15 +346,15 @@ AFFINE, SIGNED = qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec()
 ONE, CHANNELS = Encoding("x", (0.5,), (0,), -128, 127), Encoding("x", (0.5, 0.3), (0, 0), -128, 127, axis=1)
 REFUSED = {
     "tensorrt-4-bits": ("tensorrt10", replace(ONE, qmin=-8, qmax=7), "codes of 8 bits, got 4"),
-    "tensorrt-channels": ("tensorrt10", CHANNELS, "one scale for an activation"),
-    "tengine-signed": ("tengine", ONE, "unsigned codes with a zero point"),
-    "vitis-scale": ("vitis", replace(ONE, scale=(0.3,)), "powers of two, got the scale 0.3"),
-    "vitis-channels": ("vitis", replace(CHANNELS, is_weight=True), "one scale for a tensor"),
-    "stpu-zero-point": ("stpu", replace(ONE, zero_point=(3,)), "signed codes without a zero point"),
-    "nnie-integers": ("nnie", ONE, "logarithmic grids only"),
+    "tensorrt-channels": ("tensorrt10", CHANNELS, "per-tensor scales for activations"),
+    "tengine-signed": ("tengine", ONE, "unsigned integers with a zero point"),
+    "vitis-scale": ("vitis", replace(ONE, scale=(0.3,)), "power-of-two scales, got 0.3"),
+    "vitis-channels": ("vitis", replace(CHANNELS, is_weight=True), "per-tensor scales, got per-channel"),
+    "stpu-zero-point": ("stpu", replace(ONE, zero_point=(3,)), "signed integers without a zero point"),
+    "nnie-integers": ("nnie", ONE, "only logarithmic grids"),
     "snpe-6-bits": ("snpe", replace(ONE, qmin=-32, qmax=31), "4 or 8 or 16 bits, got 6"),
-    "snpe-logarithmic": ("snpe", replace(ONE, format="nnie"), "integer grids only"),
-    "snpe-narrow": ("snpe", replace(ONE, qmin=1, qmax=255, zero_point=(7,)), "without the lowest"),
+    "snpe-logarithmic": ("snpe", replace(ONE, format="nnie"), "only integer grids"),
+    "snpe-narrow": ("snpe", replace(ONE, qmin=1, qmax=255, zero_point=(7,)), "got narrow_range=True"),
     "qnn-groups": ("qnn", replace(CHANNELS, is_weight=True, group=2), "the groups of a transposed convolution"),
 }
 
@@ -369,9 +371,9 @@ def test_what_a_format_cannot_hold_is_refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "activation", "message"),
     [
-        ("tensorrt10", AFFINE, "cannot hold the grid of the activation 'x' .*signed codes without a zero point"),
-        ("openvino", qt.QuantSpec(format="nnie"), "integer grids only"),
-        ("snpe", qt.QuantSpec(format="e4m3"), "numbers of a small float format"),
+        ("tensorrt10", AFFINE, "cannot hold the grid of the activation 'x' .*signed integers without a zero point"),
+        ("openvino", qt.QuantSpec(format="nnie"), "only integer grids"),
+        ("snpe", qt.QuantSpec(format="e4m3"), "or a small float format"),
     ],
 )
 def test_nothing_is_written_then(backend: str, activation: qt.QuantSpec, message: str, tmp_path) -> None:
@@ -384,7 +386,7 @@ def test_nothing_is_written_then(backend: str, activation: qt.QuantSpec, message
 def test_weights_whose_scales_the_target_would_not_find_are_named(tmp_path) -> None:
     prepared = prepared_for("tensorrt10")
     prepared.get_submodule("fc.weight_quantizer").amax = torch.full((5,), 7.0)
-    with pytest.warns(UserWarning, match=r"finds others than the trained ones for 1 weights: fc\.weight"):
+    with pytest.warns(UserWarning, match=r"differ from the trained scales for 1 weights: fc\.weight"):
         written(prepared, "tensorrt10", tmp_path)
 
 

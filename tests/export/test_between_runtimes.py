@@ -53,7 +53,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path) -> None:
         compare_runtimes(path, {"x": np.zeros((1, 3, 8, 8), np.float32)})
     file = File()
     file.output(file.conv(file.input("x", 1, 16, 8, 8)))
-    with pytest.raises(UnreadableFileError, match="there are no codes to compare"):
+    with pytest.raises(UnreadableFileError, match="there is nothing to compare"):
         compare_runtimes(file.save(tmp_path))
 
 

@@ -43,7 +43,7 @@ def prepared(then: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def test_a_number_that_follows_from_a_dynamic_size_is_refused(tmp_path) -> None:
     model, path = prepared(of_half_the_height), tmp_path / "model.onnx"
-    words = r"export_onnx: Python uses a number that follows from a dynamic size, at .*of_half_the_height.* would have 6, that"
+    words = r"export_onnx: a Python number depends on a dynamic size, at .*of_half_the_height.* would use 6, its"
     with pytest.raises(RuntimeError, match=words):
         qt.export_onnx(model, IMAGE, path, dynamic_shapes=({2: "height"},))
     assert not path.exists()
@@ -52,7 +52,9 @@ def test_a_number_that_follows_from_a_dynamic_size_is_refused(tmp_path) -> None:
 
 def test_a_branch_on_a_dynamic_size_is_named(tmp_path) -> None:
     model = prepared(doubled_if_high)
-    words = r"export_onnx: Python branches on a dynamic size, at .*doubled_if_high.* the branch of the example inputs for all"
+    words = (
+        r"export_onnx: Python branches on a dynamic size, at .*doubled_if_high.* only the branch for the example inputs"
+    )
     with pytest.warns(UserWarning, match=words) as found:
         qt.export_onnx(model, IMAGE, tmp_path / "model.onnx", dynamic_shapes=({2: "height"},))
     assert [warning.filename for warning in found if "Python branches" in str(warning.message)] == [__file__]
@@ -73,7 +75,7 @@ def test_a_file_that_is_wrong_for_other_sizes_is_refused(exporter: str, tmp_path
     model = qt.quant_modules.replace(net, backend="onnxruntime")
     qt.calibrate(model, [IMAGE], progress=False)
     path = tmp_path / "model.onnx"
-    words = r"^export_onnx: the file computes as the model does for the example inputs, but .* of sizes \(2, 3, 6, 16\): tor"
+    words = r"^export_onnx: the file matches the model for the example inputs, but .* of sizes \(2, 3, 6, 16\): tor"
     with pytest.raises(RuntimeError, match=words):
         qt.export_onnx(model, IMAGE, path, dynamic_shapes=({2: "height"},), exporter=exporter)
     assert not path.exists()

@@ -231,7 +231,7 @@ def test_masks_beyond_float16_are_named_with_a_remedy(held: bool, tmp_path: Path
     if not held:
         model.mask = torch.ones(8, 8).triu(1) * -1
     model = converted(model, x)
-    with pytest.raises(ValueError, match="no number above 65,504, and .*such as -1e4 for the -1e9 of a mask, or write"):
+    with pytest.raises(ValueError, match="no number above 65,504, but .*such as -1e4 for the -1e9 of a mask, or write"):
         qt.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
     assert not list(tmp_path.iterdir())
 
@@ -311,14 +311,14 @@ def test_verify_compares_with_the_model_in_float16_and_says_what_holds(name: str
     text = str(found)
     assert "verdict: rounding of float16" in text
     assert re.search(
-        r"\d+ of [\d,]+ differ, by 1 steps at most: \d+ of values that float16 rounds .*, and 0 of others\.", text
+        r"\d+ of [\d,]+ differ, by at most 1 steps: \d+ at rounding boundaries of float16, and 0 elsewhere\.", text
     )
     assert f"it computes {len(codes.float_layers)} of {len(codes.layers)} layers and ops in float" in text
     layers = qt.export.verify_onnx(model, x, path, progress=False)
     layers.check()
     assert layers.weight_codes.differing == layers.quantizer_codes.differing == 0
     comparison = qt.export.compare_runtimes(path, progress=False)
-    assert "The file is for GPUs." in str(comparison)
+    assert "Use the file on GPUs." in str(comparison)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -404,7 +404,7 @@ def test_weights_keep_the_codes_of_training(
     model, x = wide(**fields)
     options = {"exporter": exporter, "integer_weights": integer_weights, "progress": False}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*are no float16 numbers")
+        warnings.filterwarnings("ignore", message=".*are not exact in float16")
         result = qt.export_onnx(model, x, tmp_path / "m.onnx", **options)
     wanted = [
         layer.weight_quantizer(layer.weight).detach().numpy()
@@ -421,7 +421,7 @@ def test_weights_keep_the_codes_of_training(
 def test_codes_of_more_bits_than_float16_has_are_named(tmp_path: Path) -> None:
     model, x = wide(bits=16)
     with pytest.warns(
-        UserWarning, match=r"weights of [12] quantizers .* more bits than float16's 11: .* \([0-9]+ of 864\)"
+        UserWarning, match=r"weights of [12] quantizers .* more bits than the 11 of float16: .* \([0-9]+ of 864\)"
     ):
         qt.export_onnx(model, x, tmp_path / "m.onnx", progress=False)
 
@@ -468,7 +468,7 @@ class Large(nn.Module):
 def test_numbers_above_its_largest_are_named(tmp_path: Path) -> None:
     x, path = torch.rand(2, 4) + 1, tmp_path / "m.onnx"
     with pytest.raises(
-        ValueError, match=r"'act' returns NaN or infinities for the example inputs: a value is above 65,504"
+        ValueError, match=r"'act' returns NaN or infinity for the example inputs: a value exceeds 65,504"
     ):
         qt.export_onnx(converted(Large(1e6, exact=True), x), x, path)
     large = Large(1.0)
@@ -486,7 +486,7 @@ def test_ranges_above_its_largest_number_are_named(tmp_path: Path) -> None:
     qt.calibrate(model, [x, 1e5 * x], progress=False)
     with pytest.raises(
         ValueError,
-        match=r"has no number above 65,504, and the range of 'activation_quantizers.x' ends at 1.*Scale .* or write",
+        match=r"has no number above 65,504, but the range of 'activation_quantizers.x' ends at 1.*Scale .* or write",
     ):
         qt.export_onnx(qt.convert(model), x, path)
     assert not path.exists()
@@ -547,7 +547,7 @@ def test_a_model_that_makes_float32_by_itself_is_an_error(tmp_path: Path) -> Non
 
     x = torch.rand(2, 4)
     with pytest.raises(
-        RuntimeError, match=r'does not run with float_type="float16" \(.*\): it may make tensors of float32'
+        RuntimeError, match=r'does not run with float_type="float16" \(.*\): it may create float32 tensors'
     ):
         qt.export_onnx(converted(Own(), x), x, tmp_path / "m.onnx")
 
@@ -558,7 +558,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         ValueError, match='float_type="float16" needs opset 19 or newer, whose .*, got 18; leave opset out, or pass'
     ):
         qt.export_onnx(model, X, path, opset=18)
-    with pytest.raises(ValueError, match=r'float_type must be .*, got "bfloat16": .* need scales of 8 bits, .* Pass'):
+    with pytest.raises(ValueError, match=r'float_type must be .*, got "bfloat16": .* need 8-bit scales, .* Pass'):
         qt.export_onnx(model, X, path, float_type="bfloat16")
     with pytest.raises(ValueError, match="unknown float_type of export_onnx: 'half'"):
         qt.export_onnx(model, X, path, float_type="half")
@@ -568,7 +568,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_scales_that_are_no_float16_numbers_are_named(tmp_path: Path) -> None:
     model, path = converted(convolutions(), X, backend="tensorrt10"), tmp_path / "m.onnx"
-    with pytest.warns(UserWarning, match=r"the scales of 7 of 7 quantizers are no float16 numbers: .* between Casts"):
+    with pytest.warns(UserWarning, match=r"the scales of 7 of 7 quantizers are not exact in float16: .* need Casts"):
         qt.export_onnx(model, X, path, float_type="float16", progress=False)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -266,8 +266,8 @@ def test_names_for_the_first_inputs(tmp_path, exporter: str) -> None:
         ({"output_names": ["a", "b"]}, r"output_names must .+ or fewer, got 2 for 1 \(output\)"),
         ({"input_names": [""]}, r"input_names must be names of at least one letter, got \[''"),
         ({"output_names": [""]}, r"output_names must be names of at least one letter, got \[''\]"),
-        ({"input_names": ["a"], "output_names": ["a"]}, r"output_names must be other names .+ \(a, y\), got 'a'"),
-        ({"output_names": ["y"]}, r"output_names must be other names than those of the inputs \(x, y\), got 'y'"),
+        ({"input_names": ["a"], "output_names": ["a"]}, r"output_names must differ .+ \(a, y\), got 'a'"),
+        ({"output_names": ["y"]}, r"output_names must differ from the names of the inputs \(x, y\), got 'y'"),
     ],
     ids=["more", "equal", "default", "outputs", "empty", "empty output", "both", "both by default"],
 )
@@ -339,7 +339,7 @@ def convolutions(dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 def test_models_in_float64_are_refused_with_the_remedy(tmp_path, exporter: str) -> None:
     model, x = convolutions(torch.float64)
     with pytest.raises(
-        TypeError, match=r"^export_onnx: '.+' is float64, .+; export model.float\(\) with inputs of float32"
+        TypeError, match=r"^export_onnx: '.+' is float64, .+; export model.float\(\) with float32 inputs"
     ):
         qt.export_onnx(model, x, tmp_path / "m.onnx", exporter=exporter)
     assert list(tmp_path.iterdir()) == []

@@ -722,7 +722,7 @@ def test_nodes_that_lack_something(damage: str, words: str, tmp_path) -> None:
         attribute.CopyFrom(onnx.helper.make_attribute("axis", "one"))
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
-    with pytest.raises(UnreadableFileError, match=f"is no valid ONNX model: .*{words}"):
+    with pytest.raises(UnreadableFileError, match=f"is not a valid ONNX model: .*{words}"):
         lint(path, "tensorrt10")
 
 

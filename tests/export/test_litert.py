@@ -201,7 +201,7 @@ def test_what_stays_float_is_listed_with_the_reason(tmp_path) -> None:
     assert reasons == {
         "slopes": "LiteRT has no integer kernel for prelu",
         "hardsigmoid": "LiteRT has no integer kernel for hardsigmoid",
-        "mul": "its output is not quantized, or not for all that take it",
+        "mul": "its output is not quantized, or not for all users",
         "add": "its input mul is not quantized",
     }
     assert [layer.name for layer in result.layers if layer.integer] == ["first", "last"]
@@ -223,7 +223,7 @@ def test_a_replaced_model_is_exported(tmp_path) -> None:
     qt.calibrate(replaced, [MORE], progress=False)
     result = export_litert(replaced, X[:1], tmp_path / "model.tflite")
     assert {layer.name: layer.integer for layer in result.layers} == {"0": True, "2": True, "4": False}
-    assert result.reasons == {"4": "its output is not quantized, or not for all that take it"}
+    assert result.reasons == {"4": "its output is not quantized, or not for all users"}
 
 
 # ---- codes
@@ -381,10 +381,10 @@ def test_each_op_in_integer_arithmetic(name: str, exported: Exported) -> None:
 @pytest.mark.parametrize(
     ("op", "why"),
     [
-        (lambda m, y, x: F.avg_pool2d(y, 2, divisor_override=3), "or it divides by another number"),
+        (lambda m, y, x: F.avg_pool2d(y, 2, divisor_override=3), "or its divisor is not the window size"),
         (lambda m, y, x: F.avg_pool2d(y, 3, 2, ceil_mode=True), "its windows differ in size"),
         (lambda m, y, x: F.leaky_relu(y, -0.5), "its slope is not positive"),
-        (lambda m, y, x: F.hardswish(-1e3 * torch.relu(y)), "does not hold its steps"),
+        (lambda m, y, x: F.hardswish(-1e3 * torch.relu(y)), "does not support its scales"),
         (lambda m, y, x: F.prelu(y, m.norm.weight), "no kernel here has the reference arithmetic of a prelu"),
     ],
 )
@@ -463,11 +463,11 @@ def codes_of_16_bits(model: nn.Module, path: Path) -> None:
     ("op", "sentence"),
     [
         (lambda x: torch.cumsum(x, 1), "there is no op of LiteRT for aten.cumsum.default at 'cumsum'"),
-        (nn.ConvTranspose2d(4, 4, 3, dilation=2), "transposed convolution has no groups and no dilation"),
+        (nn.ConvTranspose2d(4, 4, 3, dilation=2), "transposed convolution supports no groups and no dilation"),
         (lambda x: F.adaptive_avg_pool2d(x, 5), "windows of different sizes from (16, 16) to (5, 5)"),
         (lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), "set count_include_pad=True"),
-        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads with values other than zero"),
-        (lambda x: F.avg_pool2d(x, 2, divisor_override=3), "average pool has no ceil_mode and divisor"),
+        (lambda x: F.pad(x, (1, 1, 1, 1), value=1.0), "pads with other values than zero"),
+        (lambda x: F.avg_pool2d(x, 2, divisor_override=3), "average pool has no ceil_mode and no divisor"),
         (lambda x: F.max_pool2d(x, 2, 1, dilation=2), "max pool has no dilation, got (2, 2)"),
         (lambda x: F.max_pool2d(x, 3, 3, dilation=(1, 2)), "max pool has no dilation, got (1, 2)"),
     ],
@@ -498,7 +498,7 @@ def test_arguments_of_other_types_are_sentences(tmp_path) -> None:
         export_litert(model, [X], tmp_path / "model.tflite")
     unsigned = prepared(nn.Sequential(nn.Conv2d(3, 2, 1)), backend="onnxruntime")
     with pytest.raises(
-        ValueError, match="'activation_quantizers.input_1' has torch.uint8 codes, and LiteRT's kernels take"
+        ValueError, match="'activation_quantizers.input_1' is torch.uint8, but LiteRT's kernels support"
     ):
         export_litert(unsigned, X, tmp_path / "model.tflite")
 

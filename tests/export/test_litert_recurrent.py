@@ -97,7 +97,7 @@ def test_layers(kind: type[nn.Module], options: dict, road: str, tmp_path) -> No
     assert {(layer.name, layer.kernel) for layer in result.float_layers if layer.name == "layer"} == {
         ("layer", f"{kind.__name__} by steps")
     }
-    assert "16 bits in LiteRT's integer kernel" in result.reasons["layer"] or kind is nn.GRU
+    assert "cell states of LiteRT's integer kernel" in result.reasons["layer"] or kind is nn.GRU
     assert str(result).count("by steps") <= 3  # the reason once, however many steps there are
 
 
@@ -146,7 +146,7 @@ def test_codes_are_stacked(tmp_path) -> None:
     [
         (
             partial(nn.LSTM, 8, 16, proj_size=4),
-            "projects its states; set proj_size to 0, and put a Linear behind the layer",
+            "has proj_size; set proj_size=0, and add a Linear after the layer",
         ),
         (partial(nn.RNN, 8, 16), "there is no op of LiteRT for aten.rnn_tanh"),
     ],

@@ -192,7 +192,7 @@ class InBlocks(nn.Module):
     ("opset", "words"),
     [
         (20, r"block_size=4 \(a group_size\) needs opset 21 or newer, got 20"),
-        (21, r"the scale of fake_quant must have the shape of the blocks, \[4, 2\], got \[8\]; reshape it"),
+        (21, r"the scale of fake_quant must have the shape of the blocks, \[4, 2\], got \[8\]; reshape the scale"),
     ],
 )
 def test_blocks_that_cannot_be_written(tmp_path, opset: int, words: str, exporter: str) -> None:
@@ -284,8 +284,13 @@ class Fixed(nn.Module):
 @pytest.mark.parametrize(
     ("samples", "options", "error", "words"),
     [
-        ((2, 2), {}, RuntimeError, r"a constant in place of a dimension .+ static shape of 2 .+'x'.+\); write"),
-        ((2, 3), {}, ValueError, "dimension 0 is the batch, of one size in all, got x: 2, y: 3; use dynamic_shapes"),
+        ((2, 2), {}, RuntimeError, r"a constant in place of a dimension .+ static shape of 2 .+'x'.+\); use the size"),
+        (
+            (2, 3),
+            {},
+            ValueError,
+            "with the same batch size in dimension 0, got x: 2, y: 3; name the dynamic dimensions",
+        ),
         ((2, 2), {"dynamic_shapes": ({0: "n"}, None)}, ValueError, "pass only one of them"),
     ],
 )
@@ -386,7 +391,7 @@ def test_a_changed_weight_is_noticed(tmp_path) -> None:
     model.get_submodule("conv1").weight.data[0, 0, 0, 0] *= -1.5
     found = qt.export.verify_onnx(model, x, result.path)
     assert found.weight_codes.differing == 1
-    with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
+    with pytest.raises(RuntimeError, match="onnxruntime's quantized values must equal the model's"):
         found.check()
 
 
@@ -432,7 +437,9 @@ def test_a_changed_layer_is_noticed(tmp_path) -> None:
     model.get_submodule("conv2").bias.data += 0.3
     found = qt.export.verify_onnx(model, x, result.path)
     assert found.weight_codes.differing == found.quantizer_codes.differing == 0
-    with pytest.raises(RuntimeError, match="codes of layers differ in onnxruntime by more than rounding ties"):
+    with pytest.raises(
+        RuntimeError, match="quantized values of layers differ in onnxruntime by more than rounding ties"
+    ):
         found.check()
 
 
@@ -654,6 +661,6 @@ def test_a_file_that_onnxruntime_cannot_run_is_described(tmp_path: Path) -> None
     del file.graph.value_info[:], file.graph.output[0].type.tensor_type.shape.dim[:]
     with pytest.raises(
         RuntimeError,
-        match="verify_onnx: onnxruntime cannot run the file .*[Rr]eshape.*export the submodules before",
+        match="verify_onnx: onnxruntime cannot run the file .*[Rr]eshape.*quantize the submodules before",
     ):
         qt.export.verify_onnx(converted, x, file, progress=False)

@@ -58,6 +58,6 @@ def test_the_arguments_that_are_named_do_what_they_say(tmp_path) -> None:
     (after,) = result_of(tmp_path, "tensorrt10", 4, integer_weights=True, opset=21).weights
     assert (after.bytes, after.dtype, after.smaller_by) == (before.smaller_bytes, "INT4", "")
     assert str(before) == (
-        "2 weights of 4 bits are stored as values that the file quantizes, in FLOAT: 0.3 KiB; "
-        "integer_weights=True, opset=21: 0.0 KiB"
+        "2 weights of 4 bits are stored as floats that the file quantizes, in FLOAT: 0.3 KiB; integer_weights=True, opset=21: "
+        "0.0 KiB"
     )

@@ -61,7 +61,9 @@ def test_an_output_without_a_quantizer_is_compared(what: str, tmp_path) -> None:
     changed.flat[1] = changed.flat[1] + 2000 if what == "bias" else -changed.flat[1]
     found.CopyFrom(numpy_helper.from_array(changed, found.name))
     compared = verify_onnx(converted, X, proto)
-    with pytest.raises(RuntimeError, match="an output differs in onnxruntime by|codes must equal the model's"):
+    with pytest.raises(
+        RuntimeError, match="an output differs in onnxruntime by|quantized values must equal the model's"
+    ):
         compared.check()
 
 
@@ -94,7 +96,7 @@ def test_views_of_equal_parameters_are_compared_exactly_at_one_node(tmp_path, in
         converted.gates[0][3] += 0.02
     changed = verify_onnx(converted, X, result.path)
     assert changed.weight_codes.differing > 0
-    with pytest.raises(RuntimeError, match="onnxruntime's codes must equal the model's"):
+    with pytest.raises(RuntimeError, match="onnxruntime's quantized values must equal the model's"):
         changed.check()
 
 
@@ -230,7 +232,7 @@ def test_a_layer_of_16_bits_that_is_wrong_by_two_steps_is_noticed(tmp_path) -> N
     bias.CopyFrom(numpy_helper.from_array(values, bias.name))
     with pytest.raises(
         RuntimeError,
-        match=r"in onnxruntime by more than rounding ties: .* train that gamma and calibrate again, or turn",
+        match=r"in onnxruntime by more than rounding ties: .* train that gamma and calibrate again, or disable",
     ):
         verify_onnx(converted, x, proto).check()
 
@@ -363,7 +365,7 @@ def test_random_numbers_are_named_and_what_follows_them_is_compared(road: str, e
     drawn = {"prepared": "activation_quantizers.randn_like", "replaced": "out.input_quantizer"}[road]
     found = result.verification
     assert found.drawn == (drawn,)
-    assert f"not compared, as each run draws others: {drawn}" in str(found)
+    assert f"not compared (random numbers): {drawn}" in str(found)
     assert drawn not in found.by_quantizer
     assert found.layer_codes.compared == 32 * (5 if road == "prepared" else 2)
     assert found.layer_codes.differing == 0
@@ -371,7 +373,7 @@ def test_random_numbers_are_named_and_what_follows_them_is_compared(road: str, e
     changed = qt.convert(model)
     with torch.no_grad():
         changed.out.bias += 1  # behind the random numbers
-    with pytest.raises(RuntimeError, match="an output differs in onnxruntime|codes must equal the model's"):
+    with pytest.raises(RuntimeError, match="an output differs in onnxruntime|quantized values must equal the model's"):
         verify_onnx(changed, X, result.path).check()
 
 

@@ -125,7 +125,7 @@ def test_windows_that_follow_a_dynamic_size_are_refused(name: str, tmp_path) -> 
     pool, words = FOLLOWING[name]
     model = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 1), pool).eval(), IMAGE, "onnxruntime")
     qt.calibrate(model, [IMAGE], progress=False)
-    with pytest.raises(ValueError, match=rf"export_onnx: {words} that follow the size of its input, which is dynamic"):
+    with pytest.raises(ValueError, match=rf"export_onnx: {words} that depend on a dynamic input size"):
         qt.export_onnx(model, IMAGE, tmp_path / "model.onnx", dynamic_shapes=({0: "batch", 2: "h", 3: "w"},))
     assert not (tmp_path / "model.onnx").exists()
     qt.export_onnx(model, IMAGE, tmp_path / "model.onnx", dynamic_batch=True)
@@ -180,7 +180,7 @@ def test_an_lstm_that_projects_is_refused(exporter: str, arithmetic: str, tmp_pa
     model = qt.prepare(Projected().eval(), x, "onnxruntime", exclude=nn.LSTM)
     qt.calibrate(model, [x], progress=False)
     with pytest.raises(
-        ValueError, match="export_onnx: an LSTM with proj_size=4 has no form in ONNX; quantize the layer"
+        ValueError, match="export_onnx: an LSTM with proj_size=4 cannot be expressed in ONNX; quantize the layer"
     ):
         qt.export_onnx(qt.convert(model, arithmetic), x, path, exporter=exporter, verify=False)
     assert not path.exists()

@@ -206,18 +206,18 @@ def test_a_transformers_that_lacks_something_is_named(monkeypatch: pytest.Monkey
 
 def test_what_a_folder_cannot_hold_is_refused(tmp_path: Path) -> None:
     model, inputs = quantized("vit", "prepared")
-    with pytest.raises(ValueError, match="this model was converted.*call qtoolkit.convert after from_pretrained"):
+    with pytest.raises(ValueError, match="this model is converted.*call qtoolkit.convert after from_pretrained"):
         qt.convert(model).save_pretrained(tmp_path)
     own = changed(qt.backends["onnxruntime"], name="chip", residual_add="identity")
     qt.prepare(built("vit"), inputs, own).save_pretrained(tmp_path / "own")
     saved = json.loads((tmp_path / "own" / "config.json").read_text())["quantization_config"]
     assert saved["backend"] == "chip"
-    with pytest.raises(ValueError, match=r"quantized with a Backend of its own, which config.json does not hold"):
+    with pytest.raises(ValueError, match=r"quantized with a custom Backend, which config.json cannot hold"):
         hf.ViTForImageClassification.from_pretrained(tmp_path / "own")
     model.save_pretrained(tmp_path / "weights")
     built("vit").save_pretrained(tmp_path / "float")
     (tmp_path / "float" / "model.safetensors").rename(tmp_path / "weights" / "model.safetensors")
-    with pytest.raises(ValueError, match="its weights are not a safetensors file that save_pretrained wrote for it"):
+    with pytest.raises(ValueError, match="its weights are not a safetensors file that save_pretrained wrote for the"):
         hf.ViTForImageClassification.from_pretrained(tmp_path / "weights")
 
 
@@ -354,7 +354,7 @@ def test_a_prepared_decoder_generates_from_padded_texts_where_it_knows_their_pos
 def test_what_needs_a_cache_is_refused_with_a_remedy(argument: str) -> None:
     prepared = prepared_decoder("gpt2", tokens(), concrete_args={"use_cache": False})
     with pytest.raises(
-        NotImplementedError, match=f"generate: .*{argument} needs a cache.*leave the argument out, or .*replace"
+        NotImplementedError, match=f"generate: .*{argument} needs a cache.*remove the argument, or .*replace"
     ):
         prepared.generate(**tokens(), **GREEDY, **{argument: NEED_CACHE[argument]})
 

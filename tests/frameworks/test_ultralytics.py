@@ -207,7 +207,7 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(TypeError, match=r"RTDETRDecoder; got Linear\."):
         integration.quantize(nn.Linear(2, 2))
     quantized = integration.quantize(tasks.DetectionModel("yolov8n.yaml", verbose=False), backend="tensorrt10")
-    with pytest.raises(TypeError, match="are quantized already"):
+    with pytest.raises(TypeError, match="are already quantized"):
         integration.quantize(quantized, backend="tensorrt10")
     with pytest.raises(TypeError, match=r"deployed: model must be .*; got DetectionModel\."):
         integration.deployed(tasks.DetectionModel("yolov8n.yaml", verbose=False))

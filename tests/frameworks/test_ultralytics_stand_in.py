@@ -115,7 +115,7 @@ def test_its_file_has_its_codes(integration: Any, tmp_path: Path) -> None:
 def test_what_is_no_model_of_it_is_refused(integration: Any) -> None:
     with pytest.raises(TypeError, match=r"heads Classify, Detect, .*RTDETRDecoder; got Linear\."):
         integration.quantize(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="are quantized already"):
+    with pytest.raises(TypeError, match="are already quantized"):
         integration.quantize(integration.quantize(float_model(), backend="onnxruntime"))
     with pytest.raises(TypeError, match="^backend is required: "):
         integration.quantize(float_model())

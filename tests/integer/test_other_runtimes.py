@@ -172,4 +172,4 @@ def test_codes_differ_at_ties_alone_in_openvino_on_this_processor(tmp_path, laye
 
 def test_an_affine_input_is_float_for_tensorrt() -> None:
     model = qt.convert(prepared("onnxruntime"), arithmetic="integer", runtime="tensorrt")
-    assert str(model.plan.computed["second"]) == "float: TensorRT takes no input with a zero point other than 0"
+    assert str(model.plan.computed["second"]) == "float: TensorRT supports only inputs with zero point 0"

@@ -89,7 +89,7 @@ def test_a_sum_is_computed_in_fixed_point() -> None:
     ("op", "words"),
     [
         (lambda x, y: F.relu6(x + y), "fuses only a ReLU"),
-        (torch.sub, "an order of roundings that is not known"),
+        (torch.sub, "an unknown order of roundings"),
     ],
 )
 def test_what_has_no_kernel_says_why(op, words: str) -> None:

@@ -77,7 +77,7 @@ def test_training_moves_the_weights() -> None:
 def test_what_needs_integer_codes_is_refused(tmp_path) -> None:
     prepared = calibrated()
     with pytest.raises(
-        ValueError, match=r"quantizes to format='nnie', for which ONNX has no node; qtoolkit.export.encodings writes"
+        ValueError, match=r"quantizes to format='nnie', for which ONNX has no node; use qtoolkit.export.encodings"
     ):
         qt.export_onnx(prepared, torch.randn(1, 3, 8, 8), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())

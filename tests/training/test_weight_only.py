@@ -108,7 +108,7 @@ def test_verify_says_that_onnxruntime_rounds_the_float_inputs(tmp_path: Any, bit
     path = qt.export_onnx(converted, x, tmp_path / "model.onnx").path
     found = qt.export.verify(converted, x, path).runtimes["onnxruntime"]
     assert found.output_difference > 1e-3
-    assert re.search(r"rounds the float inputs of MatMulNBits to 8 bits, .* unless options.add_session", found.remark)
+    assert re.search(r"rounds the float inputs of MatMulNBits to 8 bits, .* unless .*options.add_session", found.remark)
     options = ort.SessionOptions()
     options.add_session_config_entry(*KEEP_FLOATS)
     session = ort.InferenceSession(path, options)

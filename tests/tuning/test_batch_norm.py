@@ -181,7 +181,7 @@ def test_an_error_leaves_all_as_it_was() -> None:
 
 def test_models_without_statistics() -> None:
     folded = qt.prepare(nets.trained(Residual(), 8, 3, 8, 8).eval(), backend="tensorrt10")
-    with pytest.raises(ValueError, match=r"statistics that may change\. A model.*estimate before qtoolkit\.prepare"):
+    with pytest.raises(ValueError, match=r"statistics that can change\. In a model.*call it before qtoolkit\.prepare"):
         qt.tuning.reestimate_batch_norm(folded, [torch.randn(8, 3, 8, 8)])
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
     report = qt.tuning.reestimate_batch_norm(model, [torch.randn(8, 2)], progress=False)
@@ -198,7 +198,9 @@ def test_a_batch_that_is_not_finite_is_an_error() -> None:
     qt.calibrate(prepared, [x], progress=False)
     before = copy.deepcopy(prepared.state_dict())
     x[0, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"batch norm '1' are not finite, so nothing was changed: a batch has NaN"):
+    with pytest.raises(
+        ValueError, match=r"batch norm '1' are not finite, so nothing was changed: a batch contains NaN"
+    ):
         qt.tuning.reestimate_batch_norm(prepared, [torch.randn(8, 3, 6, 6), x], progress=False)
     torch.testing.assert_close(dict(prepared.state_dict()), dict(before), rtol=0, atol=0)
 
@@ -284,7 +286,7 @@ def test_codes_that_were_chosen_stay_or_are_said_to_be_lost(options: dict) -> No
         qt.tuning.reestimate_batch_norm(prepared, [x], progress=False)
     stayed = torch.equal(layer.weight_quantizer.to_grid().codes(layer.effective_weight().detach()), before)
     assert stayed == (options == {"axis": 0})
-    assert any("the codes that were chosen on the grids of" in str(each.message) for each in found) != stayed
+    assert any("the chosen roundings of" in str(each.message) for each in found) != stayed
 
 
 def test_weights_that_the_new_statistics_clip_are_said() -> None:

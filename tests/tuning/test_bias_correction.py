@@ -70,7 +70,7 @@ def test_analytic_agrees_with_empirical_on_normal_inputs(activation: Callable[[]
     report = qt.tuning.bias_correction(prepared, method="analytic")
     qt.tuning.bias_correction(other, [x], progress=False)
     assert list(report.shifts) == ["3"]
-    assert "of which no batch norm gives the mean; use 'empirical'" in report.skipped["0"]
+    assert "so no batch norm gives its mean; use 'empirical'" in report.skipped["0"]
     assert report.shifts["3"] > 0.02
     torch.testing.assert_close(prepared.state_dict()["4.bias"], other.state_dict()["4.bias"], rtol=0, atol=0.02)
 
@@ -125,7 +125,7 @@ def test_a_model_without_a_layer_says_so() -> None:
     prepared = qt.prepare(Functions().eval(), x, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
     with pytest.raises(
-        ValueError, match=r"no layer can be corrected by method='empirical' \(linear: it is a function that"
+        ValueError, match=r"no layer can be corrected by method='empirical' \(linear: it is a function with"
     ):
         qt.tuning.bias_correction(prepared, [x], progress=False)
 

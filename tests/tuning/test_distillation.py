@@ -215,7 +215,9 @@ def test_a_layer_that_computes_its_batch_norm_is_compared_behind_it(
 def test_a_batch_norm_that_is_folded_in_one_model_alone_is_an_error() -> None:
     floats, x = Net().eval(), torch.randn(SHAPE)
     student = qt.prepare(floats, x, backend="tensorrt10")
-    with pytest.raises(ValueError, match="the batch norm behind 'conv' is folded into this layer in one of the models"):
+    with pytest.raises(
+        ValueError, match="the batch norm after 'conv' is folded into this layer in only one of the models"
+    ):
         Distillation(student, floats, features=["conv"])
     Distillation(student, qt.prepare(floats, x, backend="tensorrt10"), features=["conv"]).close()
     fused = qt.quant_modules.replace(qt.fuse_modules(floats, [["conv", "bn"]]), backend="tensorrt10")

@@ -62,7 +62,7 @@ def test_a_second_method_says_that_weights_are_rounded(first: str, train: bool) 
     for each in (copy.deepcopy(model), loaded):
         for second in METHODS:
             (sentence,) = warned(second, copy.deepcopy(each))
-            assert sentence.startswith(f"{second}: the weights of {', '.join(map(repr, moved))} lie on their codes")
+            assert sentence.startswith(f"{second}: the weights of {', '.join(map(repr, moved))} are already rounded")
 
 
 @pytest.mark.parametrize("road", ["prepare", "replace"])
@@ -121,7 +121,7 @@ def test_sensitivity_after_a_method_says_that_its_scores_are_wrong(road: str) ->
     corrected = copy.deepcopy(model)
     METHODS["gptq"](model)
     (sentence,) = measured(model)
-    assert sentence.startswith("sensitivity: the layers '0', '3' have weights that lie on their codes, as after")
+    assert sentence.startswith("sensitivity: the layers '0', '3' have rounded weights (")
     METHODS["bias_correction"](corrected)
     (sentence,) = measured(corrected)
-    assert sentence.startswith("sensitivity: the layers '0', '3' have biases that make up for rounding, as after")
+    assert sentence.startswith("sensitivity: the layers '0', '3' have corrected biases (")

@@ -198,7 +198,7 @@ def test_a_hidden_use_of_a_tensor_is_found_and_nothing_is_changed() -> None:
     model, x = uneven(Peeks()), torch.randn(2, 4)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        RuntimeError, match=r"equalize: the model's output would change by .* Leave out the layers .* skip"
+        RuntimeError, match=r"equalize: the model's output would change by .* Exclude the affected layers .* skip"
     ):
         qt.tuning.equalize(model, x, inplace=True)
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
@@ -388,7 +388,7 @@ def test_activations_of_one_vector_without_a_batch() -> None:
 
 def test_outputs_that_are_nan_are_an_error_and_infinite_ones_of_masks_are_not() -> None:
     model = uneven(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
-    with pytest.raises(ValueError, match=r"equalize: the model's output has NaN before anything was changed"):
+    with pytest.raises(ValueError, match=r"equalize: the model's output contains NaN before any change"):
         qt.tuning.equalize(model, torch.full((2, 8), torch.nan), progress=False)
 
     class Masked(nn.Module):

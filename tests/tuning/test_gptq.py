@@ -141,7 +141,7 @@ def test_dead_inputs_and_errors_change_nothing() -> None:
         (
             {"layers": ["1"]},
             ValueError,
-            "layer '1' cannot be taken: it is a QuantConv1d, and only linear layers can be",
+            "layer '1' is not supported: it is a QuantConv1d, and only linear layers are supported",
         ),
         ({"layers": ["2"]}, ValueError, "unknown layer of gptq '2'"),
         ({"batches": []}, ValueError, "gptq: batches must hold at least one batch"),
@@ -159,7 +159,7 @@ def test_dead_inputs_and_errors_change_nothing() -> None:
 
 def test_a_model_without_linear_layers() -> None:
     prepared = prepared_on(nn.Sequential(nn.Conv1d(2, 2, 1)).eval(), [torch.randn(2, 2, 4)])
-    with pytest.raises(ValueError, match=r"gptq: the model has no layer .* qtoolkit\.tuning\.reconstruct takes it"):
+    with pytest.raises(ValueError, match=r"gptq: the model has no layer .* use qtoolkit\.tuning\.reconstruct"):
         qt.tuning.gptq(prepared, [torch.randn(2, 2, 4)])
 
 

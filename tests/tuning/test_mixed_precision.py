@@ -453,7 +453,7 @@ def test_arguments_that_do_not_fit(model) -> None:
             search.solve(*arguments, size=1e9)
     with pytest.raises(ValueError, match="give at least one budget: size, bit_operations"):
         search.solve(errors)
-    with pytest.raises(ValueError, match="a budget of latency needs a table"):
+    with pytest.raises(ValueError, match="a latency budget needs a table"):
         search.solve(errors, latency=1.0)
     with pytest.raises(ValueError, match="unknown cost 'sise'; did you mean 'size'"):
         search.front(errors, "sise")
@@ -477,7 +477,7 @@ def test_arguments_that_do_not_fit(model) -> None:
         )
     with pytest.raises(ValueError, match=r"'w8a8' and 'w4a4' of layer 'table' differ in their activations"):
         search.hessian_errors(lambda m, b: m(*b).mean(), [inputs()])
-    with pytest.raises(ValueError, match="runs batches twice; pass a list"):
+    with pytest.raises(ValueError, match="runs the batches twice; pass a list"):
         search.gradient_errors(lambda m, b: m(*b).mean(), iter([inputs()]))
     with pytest.raises(ValueError, match="at least one batch, got none"):
         search.gradient_errors(lambda m, b: m(*b).mean(), [])

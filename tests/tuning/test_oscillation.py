@@ -463,7 +463,7 @@ def test_scales_that_cannot_take_the_factor_of_each_channel_are_left_out(axis: i
     freezing = Freezing(model, 10)
     freezing.step()
     assert [layer.name for layer in freezing.report().layers] == ["3.weight"]
-    assert "its scale cannot take the factor of each: give its QuantSpec axis=0" in freezing.skipped["0.weight"]
+    assert "its scale cannot follow the factor of each: give its QuantSpec axis=0" in freezing.skipped["0.weight"]
     tracking = Freezing(model, 10, thresholds=None)
     tracking.step()
     assert [layer.name for layer in tracking.report().layers] == ["0.weight", "3.weight"]
@@ -524,7 +524,7 @@ def test_the_state_of_another_model_is_refused() -> None:
     other = replaced(nn.Linear(4, 4), qt.QuantSpec(bits=4))
     freezing = Freezing(other, 10)
     freezing.step()
-    with pytest.raises(ValueError, match=r"its '0.weight' has shape \(4, 4\), and that of this model \(6, 8\)"):
+    with pytest.raises(ValueError, match=r"its '0.weight' has shape \(4, 4\), but this model's has \(6, 8\)"):
         Freezing(model, 10).load_state_dict(freezing.state_dict())
     two = Freezing(
         qt.quant_modules.replace(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), mapping(4), backend="tensorrt10"), 10
@@ -576,13 +576,13 @@ def test_quantizers_that_are_off_are_left_alone_until_they_are_on() -> None:
         freezing.step()
         assert dampening().item() == 0
         assert freezing.report().layers == ()
-        assert "conv.weight: left out: it is not quantized so far" in str(freezing.report())
+        assert "conv.weight: skipped: it is not quantized yet" in str(freezing.report())
         assert freezing.state_dict() == {"steps": 1, "weights": {}}
     model.get_submodule("fc.weight_quantizer").disable()
     assert dampening().item() > 0
     freezing.step()
     assert [layer.name for layer in freezing.report().layers] == ["stem.weight", "conv.weight"]
-    assert freezing.report().skipped == {"fc.weight": "it is not quantized so far"}
+    assert freezing.report().skipped == {"fc.weight": "it is not quantized yet"}
 
 
 def test_a_schedule_that_observes_first() -> None:
@@ -623,12 +623,12 @@ def test_other_weights_are_named_with_the_reason() -> None:
     assert [layer.name for layer in freezing.report().layers] == ["plain.weight"]
     assert freezing.skipped == {
         "pruned.weight": "it is computed from others (pruned or parametrized); make it plain with torch.nn.utils first",
-        "dorefa.weight": "it is quantized as int3 dorefa, which is no plain grid of integers",
-        "small.weight": "it is quantized as e4m3, which is no plain grid of integers",
+        "dorefa.weight": "it is quantized as int3 dorefa, which is not a plain integer grid",
+        "small.weight": "it is quantized as e4m3, which is not a plain integer grid",
         "wide.weight": "it has 8 bits, more than max_bits=4",
-        "weight_quantizers.linear": "it quantizes the weight that a function takes; make it a layer, which owns the weight",
+        "weight_quantizers.linear": "it quantizes the weight of a function; use a layer, which owns its weight",
     }
-    assert "wide.weight: left out: it has 8 bits" in str(freezing.report())
+    assert "wide.weight: skipped: it has 8 bits" in str(freezing.report())
     assert "wide.weight" not in Dampening(model, 10).skipped
 
 
@@ -656,7 +656,7 @@ def test_a_layer_with_several_weights(make: Callable[[], nn.Module], names: list
 
 def test_a_model_without_such_weights_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="OscillationFreezing: the model has no weight on a grid of integers; pass what"
+        ValueError, match="OscillationFreezing: the model has no weight with an integer grid; pass the result"
     ):
         Freezing(nn.Linear(4, 4), 10)
     eight = qt.quant_modules.replace(nn.Sequential(nn.Linear(4, 3)).train(), mapping(8), backend="tensorrt10")
@@ -664,7 +664,7 @@ def test_a_model_without_such_weights_is_refused() -> None:
     with pytest.raises(ValueError, match=words):
         Freezing(eight, 10)
     assert Freezing(eight, 10, max_bits=8).skipped == {}
-    with pytest.raises(ValueError, match="0.weight: it is converted, and is not trained"):
+    with pytest.raises(ValueError, match="0.weight: it is converted, so it is not trained"):
         Dampening(qt.convert(eight.eval()), 10)
 
 
@@ -674,13 +674,13 @@ def test_a_model_without_such_weights_is_refused() -> None:
         ({"total_steps": 1.5}, TypeError, "total_steps must be a whole number, got 1.5"),
         ({"total_steps": 0}, ValueError, "total_steps must be at least 1, got 0"),
         ({"begin": -1}, ValueError, "begin must be at least 0, got -1"),
-        ({"begin": 10}, ValueError, "begin must come before the end of the training, total_steps=10, got 10"),
+        ({"begin": 10}, ValueError, "begin must be less than total_steps=10, got 10"),
         ({"momentum": 0}, ValueError, "momentum must be between 0 and 1, got 0"),
         ({"momentum": "0.1"}, TypeError, "momentum must be a number, got '0.1'"),
         ({"thresholds": 0.1}, TypeError, r"thresholds must be two numbers, such as \(0.1, 0.01\), or None, got 0.1"),
         ({"thresholds": (0.1, True)}, TypeError, "each of thresholds must be a number, got True"),
-        ({"thresholds": (0.01, 0.1)}, ValueError, r"thresholds must fall, from at most 1, got \(0.01, 0.1\)"),
-        ({"thresholds": (2.0, 0.1)}, ValueError, "thresholds must fall, from at most 1"),
+        ({"thresholds": (0.01, 0.1)}, ValueError, r"thresholds must decrease, from at most 1, got \(0.01, 0.1\)"),
+        ({"thresholds": (2.0, 0.1)}, ValueError, "thresholds must decrease, from at most 1"),
         (
             {"momentum": 0.02},
             ValueError,
@@ -703,7 +703,7 @@ def test_arguments_of_freezing(options: dict[str, Any], error: type[Exception], 
         ({"largest": math.inf}, ValueError, "largest must be at least 0 and finite, got inf"),
         ({"largest": math.nan}, ValueError, "largest must be at least 0 and finite, got nan"),
         ({"largest": None}, TypeError, "largest must be a number, got None"),
-        ({"begin": 11}, ValueError, "begin must come before the end of the training"),
+        ({"begin": 11}, ValueError, "begin must be less than total_steps"),
         ({"model": None}, TypeError, "model must be a torch.nn.Module, got NoneType"),
     ],
 )

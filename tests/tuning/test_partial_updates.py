@@ -278,7 +278,7 @@ def test_a_step_that_raises_leaves_the_model_as_it_is() -> None:
     updates = Updates(model, opt)
     loss_of(model, batch(0)).backward()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="without a closure, which would run the model"):
+    with pytest.raises(ValueError, match="without a closure: it would run the model"):
         opt.step(lambda: 0.0)
     rate = opt.param_groups[0].pop("lr")
     with pytest.raises(KeyError):
@@ -299,7 +299,7 @@ def test_what_is_trained_whole_is_named() -> None:
     model.get_parameter("1.weight").requires_grad_(False)
     others = [p for name, p in model.named_parameters() if name != "2.weight"]
     updates = Updates(model, torch.optim.SGD(others, 0.1), share=0.5)
-    reasons = {"1": "its weight is not trained", "2": "the optimizer does not have its weight"}
+    reasons = {"1": "its weight is not trained", "2": "its weight is not in the optimizer"}
     assert {name: updates.skipped[name] for name in reasons} == reasons
     with pytest.raises(ValueError, match=r"no layer can be trained in part \(.*3: another PartialUpdates trains it"):
         Updates(model, torch.optim.SGD(others, 0.1), share=0.5)
@@ -308,7 +308,7 @@ def test_what_is_trained_whole_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"share": 1.5}, ValueError, "share must be from 0 to 1, the part of the output channels, got 1.5"),
+        ({"share": 1.5}, ValueError, "share must lie in \[0, 1\], got 1.5"),
         ({"share": "a"}, TypeError, "share must be a number from 0 to 1, got 'a'"),
         ({"share": {"stam": 0.5}}, ValueError, "unknown module 'stam'; did you mean 'stem'"),
         ({"share": 1}, ValueError, "no layer can be trained in part"),

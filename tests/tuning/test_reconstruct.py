@@ -163,7 +163,7 @@ def test_a_weight_too_coarse_for_its_codes_says_so() -> None:
     model = nn.Sequential(nn.Linear(12, 6)).eval().to(torch.bfloat16)
     w16 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=16, axis=0))
     grid = CodeGrid(prepared_on(model, [torch.randn(2, 12).bfloat16()], w16).get_submodule("0"), "0")
-    with pytest.raises(ValueError, match=r"layer '0': its weight of torch\.bfloat16 is too coarse to hold codes of 16"):
+    with pytest.raises(ValueError, match=r"layer '0': its torch\.bfloat16 weight is too coarse for 16"):
         grid.store(grid.clamp(grid.nearest() + 1))
 
 
@@ -289,7 +289,9 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path) -> None:
     report = qt.tuning.reconstruct(part, batches, "qdrop", path=tmp_path / "run", **small(20))
     assert report == expected == pickle.loads(pickle.dumps(report))
     torch.testing.assert_close(dict(part.state_dict()), dict(whole.state_dict()), rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"unit-0000\.pt' is from another model, calibration or set of options; pass"):
+    with pytest.raises(
+        ValueError, match=r"unit-0000\.pt' belongs to another model, calibration or set of options; pass"
+    ):
         qt.tuning.reconstruct(prepared, batches, "qdrop", path=tmp_path / "run", **small(21))
 
 
@@ -337,7 +339,7 @@ def test_what_is_left_out_is_in_the_report() -> None:
     assert report.skipped["twice"] == "the model calls it 2 times, so it has no one output"
     assert report.skipped["a"] == "its weight is that of 'b' too"
     assert report.skipped["last"] == "its weight is not quantized; give it a config in the QConfigMapping"
-    assert "twice: left out: the model calls it 2 times" in str(report)
+    assert "twice: skipped: the model calls it 2 times" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +374,7 @@ def test_a_pruned_layer_says_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
     prune.l1_unstructured(model[0], "weight", 0.5)
     report = qt.tuning.reconstruct(prepared_on(model, [torch.randn(8, 4)]), [torch.randn(8, 4)], **small(5))
-    assert report.skipped["0"].startswith("its weight is computed from others")
+    assert report.skipped["0"].startswith("its weight is computed from other tensors")
 
 
 def test_attentions_and_functions_are_named() -> None:
@@ -390,7 +392,7 @@ def test_attentions_and_functions_are_named() -> None:
     report = qt.tuning.reconstruct(prepared_on(Net().eval(), [x]), [x], **small(5))
     assert [unit.name for unit in report.units] == ["fc"]
     assert report.skipped["attention"].startswith("it is of kind 'attention'; only convolutions")
-    assert report.skipped["linear"].startswith("it is a function that takes a weight; make it a layer")
+    assert report.skipped["linear"].startswith("it is a function with a weight argument; use a layer")
 
 
 @pytest.mark.parametrize(
@@ -432,7 +434,7 @@ def test_nothing_to_learn() -> None:
     e4m3 = qt.QConfig(activation=None, weight=qt.QuantSpec(format="e4m3", axis=None))
     prepared = prepared_on(model, [torch.randn(8, 4)], e4m3)
     with pytest.raises(
-        ValueError, match=r"no layer whose weight can be rounded anew \(0: its weight is quantized as e4m3"
+        ValueError, match=r"no layer with a weight that can be rounded \(0: its weight is quantized as e4m3"
     ):
         qt.tuning.reconstruct(prepared, [torch.randn(8, 4)])
 
@@ -453,7 +455,7 @@ def test_nothing_to_learn() -> None:
             "the model does not run on a batch up to '0': .*qtoolkit.calibrate",
         ),
         ({"batches": [(torch.ones(2, 4), 1, 1)]}, TypeError, "reconstruct: a batch does not match"),
-        ({"forward": lambda model, batch: batch}, ValueError, r"forward\(model, batch\) must call the model"),
+        ({"forward": lambda model, batch: batch}, ValueError, r"forward\(model, batch\) must call the given model"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], error: type[Exception], words: str) -> None:
@@ -467,7 +469,7 @@ def test_bad_arguments(arguments: dict[str, object], error: type[Exception], wor
 def test_models_without_ranges_or_without_a_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
     x = [torch.randn(8, 4)]
-    with pytest.raises(TypeError, match=r"must be what qtoolkit\.prepare returned.*qtoolkit\.tuning\.gptq"):
+    with pytest.raises(TypeError, match=r"must be the result of qtoolkit\.prepare.*qtoolkit\.tuning\.gptq"):
         qt.tuning.reconstruct(qt.quant_modules.replace(model, backend="tensorrt10"), x)
     for layers in (["0"], ["1"]):
         with pytest.raises(RuntimeError, match="has no range yet: call qtoolkit.calibrate"):
@@ -574,7 +576,7 @@ def test_units_that_were_learned_with_other_switches_are_refused(tmp_path) -> No
     weights_alone = copy.deepcopy(prepared)
     qt.disable_quantization(weights_alone, "activations")
     qt.tuning.reconstruct(weights_alone, batches, path=tmp_path, **small(2))
-    with pytest.raises(ValueError, match="is from another model, calibration or set of options"):
+    with pytest.raises(ValueError, match="belongs to another model, calibration or set of options"):
         qt.tuning.reconstruct(prepared, batches, path=tmp_path, **small(2))
 
 
@@ -587,7 +589,7 @@ def test_a_weighted_reconstruction_goes_on_after_an_interruption(tmp_path) -> No
         file.unlink()
     qt.tuning.reconstruct(resumed, batches, "brecq", **options, path=tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(codes_of(whole).values(), codes_of(resumed).values(), strict=True))
-    with pytest.raises(ValueError, match="is from another model, calibration or set of options"):
+    with pytest.raises(ValueError, match="belongs to another model, calibration or set of options"):
         qt.tuning.reconstruct(other, batches, "brecq", **{**options, "loss": cross_entropy}, path=tmp_path)
 
 
@@ -610,5 +612,5 @@ def test_a_loss_that_gives_no_gradient(loss: object, error: type[Exception], wor
 
 def test_no_logits_for_the_divergence() -> None:
     _, batches, prepared = with_labels(1)
-    with pytest.raises(ValueError, match=r"loss='kl' takes models that return logits as one tensor .* got a list"):
+    with pytest.raises(ValueError, match=r"loss='kl' needs models that return logits as one tensor .* got a list"):
         qt.tuning.reconstruct(prepared, batches, forward=lambda m, b: [m(b[0])], loss="kl", **small(2))

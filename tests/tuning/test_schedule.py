@@ -290,7 +290,7 @@ def test_plans_that_cannot_be() -> None:
         Schedule(model, observe=1.5)
     with pytest.raises(ValueError, match="freeze_ranges must be at least 0, got -1"):
         Schedule(model, freeze_ranges=-1)
-    with pytest.raises(ValueError, match=r"the first observe=9 steps find them. Set freeze_ranges to at least 9."):
+    with pytest.raises(ValueError, match=r"after observe=9 steps. Set freeze_ranges to at least 9."):
         Schedule(model, observe=9, freeze_ranges=3)
     with pytest.raises(ValueError, match="the model has no quantizers to switch"):
         Schedule(Net())
@@ -304,7 +304,7 @@ def test_plans_that_cannot_be() -> None:
     for _ in range(4):
         schedule.step()
     other = Schedule(qt.prepare(nn.Sequential(nn.Linear(4, 2)).train(), backend="tensorrt10"), observe=2)
-    with pytest.raises(ValueError, match="the state is of another model: only one of both has the quantizer"):
+    with pytest.raises(ValueError, match="the state belongs to another model: only one of the two has the quantizer"):
         Schedule(model, observe=2).load_state_dict(other.state_dict())
 
 

@@ -102,7 +102,7 @@ def test_other_norms_that_stay() -> None:
         "unused": "no batch reached it",
         "last": "the caller of the model takes its output too",
         "two": "'shared' takes other tensors too",
-        "one": "linear, with a weight of several layers or of none takes its output too",
+        "one": "linear, with a weight of several layers or of no layer also uses its output",
         "first": "skip names it",
     }
 

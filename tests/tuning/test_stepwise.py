@@ -389,6 +389,8 @@ class Shrinking:
 def test_another_number_of_batches_is_an_error(counts: tuple[int, ...], found: str) -> None:
     prepared, _ = chain(3)
     before = copy.deepcopy(prepared)
-    with pytest.raises(ValueError, match=f"as many batches each time they are read, got 3 at first, and now {found}"):
+    with pytest.raises(
+        ValueError, match=f"the same number of batches each time they are read, got 3 first, and now {found}"
+    ):
         qt.tuning.bias_correction(prepared, Shrinking(*counts), forward=lambda m, x: m(x), progress=False)
     assert_equal_states(prepared, before)

@@ -225,9 +225,7 @@ def tune(method: str) -> None:
 @pytest.mark.parametrize("method", ["bias_correction", "gptq", "reconstruct", "reestimate_batch_norm", "smooth_quant"])
 def test_several_processes_are_told_that_nothing_is_merged(method: str, monkeypatch) -> None:
     monkeypatch.setattr(batches, "ranks", lambda: 4)
-    words = (
-        rf"^{method}: this process tunes its model by its own batches, and merges nothing with the other 3 of its group"
-    )
+    words = rf"^{method}: this process tunes its model on its own batches, without communication with the other 3 of its group"
     with pytest.warns(UserWarning, match=words) as found:
         tune(method)
     assert Path(found[0].filename) == Path(__file__)
@@ -266,8 +264,8 @@ def test_every_quantized_weight_that_a_method_leaves_out_is_named() -> None:
     x, w3 = torch.randn(4, 3, 8), qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(bits=3, axis=0)))
     prepared = qt.prepare(Mixed().eval(), x, qconfig_mapping=w3, backend="tensorrt10")
     qt.calibrate(prepared, [x], progress=False)
-    function = "it is a function that takes a weight; make it a layer, which owns the weight"
-    attention = "it is a QuantMultiheadAttention, and only linear layers can be"
+    function = "it is a function with a weight argument; use a layer, which owns its weight"
+    attention = "it is a QuantMultiheadAttention, and only linear layers are supported"
     assert qt.tuning.gptq(copy.deepcopy(prepared), [x], progress=False).skipped == {
         "attention": attention,
         "linear": function,

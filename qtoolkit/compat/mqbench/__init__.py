@@ -1,7 +1,7 @@
-"""MQBench's names over qtoolkit: prepare_by_platform, the switches of `utils.state`, convert_deploy.
+"""MQBench's API on top of qtoolkit: prepare_by_platform, the switches of `utils.state`, convert_deploy.
 
-Scripts change the package in their imports: `from qtoolkit.compat.mqbench.prepare_by_platform import prepare_by_platform`. Or
-they call `install()` once, before `import mqbench`. docs/migration.md lists the differences.
+Change the package in the imports of your script: `from qtoolkit.compat.mqbench.prepare_by_platform import prepare_by_platform`.
+Or call `install()` once, before `import mqbench`. docs/migration.md lists the differences.
 """
 
 from qtoolkit.compat.installing import install_as
@@ -16,7 +16,7 @@ def install() -> None:
     """Make `import mqbench`, and imports of its submodules, return this package. A second call has no effect.
 
     Raises:
-        RuntimeError: Another mqbench is imported already.
+        RuntimeError: Another mqbench is already imported.
 
     Example:
         >>> install()

@@ -1,29 +1,29 @@
-"""Modules of MQBench that have no adapter: each name that a script imports from one says what to use instead."""
+"""Modules of MQBench without an adapter: importing a name from one raises an error that names the alternative."""
 
 import sys
 from types import ModuleType
 from typing import NoReturn
 
 WAYS = {
-    "advanced_ptq": "qtoolkit.tuning.reconstruct(prepared, batches) learns the rounding of weights, as ptq_reconstruction does",
-    "custom_quantizer": "a qtoolkit.Backend says which ops are quantized; pass it to qtoolkit.prepare",
-    "fake_quantize": "qtoolkit.QuantSpec(quantizer=...) names the quantizer",
-    "mix_precision": "qtoolkit.tuning.mixed_precision chooses the bits of each layer",
-    "observer": "qtoolkit.QuantSpec(observer=...) names the observer",
-    "utils.profiling": "qtoolkit.debug.compare compares the layers of a float and a quantized model",
-    "utils.registry": "qtoolkit.prepare takes qat_modules and fuse_patterns",
-    "weight_equalization": "qtoolkit.tuning.equalize does it",
+    "advanced_ptq": "use qtoolkit.tuning.reconstruct(prepared, batches) in place of ptq_reconstruction",
+    "custom_quantizer": "a qtoolkit.Backend determines which ops are quantized; pass it to qtoolkit.prepare",
+    "fake_quantize": "choose the quantizer with qtoolkit.QuantSpec(quantizer=...)",
+    "mix_precision": "use qtoolkit.tuning.mixed_precision to choose the bits of each layer",
+    "observer": "choose the observer with qtoolkit.QuantSpec(observer=...)",
+    "utils.profiling": "use qtoolkit.debug.compare to compare the layers of a float and a quantized model",
+    "utils.registry": "pass qat_modules and fuse_patterns to qtoolkit.prepare",
+    "weight_equalization": "use qtoolkit.tuning.equalize",
 }
 
 
 class Absent(ModuleType):
-    """A module, by its name in the package that has the adapters, that is not here.
+    """A module without an adapter, by its name in MQBench's package.
 
     Example:
         >>> Absent("mqbench", "observer").MinMaxObserver
         Traceback (most recent call last):
         ...
-        ImportError: mqbench.observer has no adapter here, and so no 'MinMaxObserver': ...
+        ImportError: mqbench.observer has no adapter here, so 'MinMaxObserver' is missing: ...
     """
 
     def __init__(self, package: str, name: str) -> None:
@@ -31,16 +31,16 @@ class Absent(ModuleType):
         self.name = name
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        """Raise ImportError with the way here; AttributeError for what Python itself asks for."""
+        """Raise ImportError with the alternative; AttributeError for names that Python itself looks up."""
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         raise ImportError(
-            f"mqbench.{self.name} has no adapter here, and so no {attribute!r}: {WAYS[self.name]} (docs/migration.md)."
+            f"mqbench.{self.name} has no adapter here, so {attribute!r} is missing: {WAYS[self.name]} (docs/migration.md)."
         )
 
 
 def add_absent(package: str) -> None:
-    """Let imports from the modules that have no adapter raise these errors, and what is read of them."""
+    """Make imports and attributes of the modules without an adapter raise these errors."""
     for name in WAYS:
         module = sys.modules.setdefault(f"{package}.{name}", Absent(package, name))
         home, _, own_name = module.__name__.rpartition(".")

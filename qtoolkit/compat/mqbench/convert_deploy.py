@@ -1,4 +1,4 @@
-"""convert_deploy(): the files that MQBench writes for a backend."""
+"""convert_deploy(): write the same files as MQBench for a backend."""
 
 import inspect
 import os
@@ -31,17 +31,18 @@ def convert_deploy(
     deploy_to_qlinear: bool = False,
     **extra_kwargs: object,
 ) -> tuple[Path, ...]:
-    """Write a calibrated or trained model for a backend. The model does not change.
+    """Write a calibrated or trained model for a backend. The model is not changed.
 
-    All but NNIE get `<model_name>.onnx` with Q/DQ nodes, verified in onnxruntime. Backends with a compiler of their own get its
-    files too (`qtoolkit.export.encodings`), under MQBench's names. It returns the paths.
+    It writes `<model_name>.onnx` with Q/DQ nodes, verified in onnxruntime, for all backends except NNIE. For backends with
+    their own compiler it also writes the compiler's files (`qtoolkit.export.encodings`), under MQBench's names. It returns the
+    paths.
 
-    Arguments are MQBench's. `dummy_input` may also be a mapping of keyword inputs; `deploy_to_qlinear` is False; `extra_kwargs`
-    may be `input_names`, `output_names`, `dynamic_axes` (axis 0 of all inputs) and `opset_version`.
+    The arguments are MQBench's. `dummy_input` may also be a mapping of keyword inputs; `deploy_to_qlinear` must be False;
+    `extra_kwargs` may be `input_names`, `output_names`, `dynamic_axes` (axis 0 of all inputs) and `opset_version`.
 
     Raises:
-        ValueError: An option is not known or has no equivalent, the model was prepared for another backend, or a file cannot
-            hold a grid of the model.
+        ValueError: An option is unknown or has no equivalent, the model was prepared for another backend, or a file cannot hold
+            a grid of the model.
         TypeError: The model is not quantized.
 
     Example:
@@ -67,8 +68,8 @@ def convert_deploy(
     recorded = backend_in(model)
     if recorded is not None and recorded.name != platform.backend:
         raise ValueError(
-            f"convert_deploy: the model was prepared for {recorded.name!r}, got a backend_type that stands for "
-            f"{platform.backend!r}; pass the BackendType that it was prepared for."
+            f"convert_deploy: the model was prepared for {recorded.name!r}, got a backend_type for {platform.backend!r}; pass "
+            "the BackendType that the model was prepared for."
         )
     inputs, names = _inputs(model, input_shape_dict, dummy_input)
     options.setdefault("input_names", names)
@@ -88,7 +89,7 @@ def convert_merge_bn(model: nn.Module) -> None:
 
 
 def _options(given: Options) -> dict[str, Any]:
-    """Return the options of torch.onnx.export that qtoolkit's exports have."""
+    """Return the options of torch.onnx.export that qtoolkit's exports support."""
     for name in given:
         check_known("option of convert_deploy", name, _OPTIONS)
     options = {name: given[name] for name in ("input_names", "output_names") if given.get(name) is not None}
@@ -97,8 +98,8 @@ def _options(given: Options) -> dict[str, Any]:
     axes = given.get("dynamic_axes") or {}
     if any(list(dims) != [0] for dims in axes.values()):
         raise ValueError(
-            f"convert_deploy: dynamic_axes may name axis 0 alone, got {axes!r}; qtoolkit.export_onnx takes dynamic_shapes for "
-            f"others."
+            f"convert_deploy: dynamic_axes may contain only axis 0, got {axes!r}; for other axes, pass dynamic_shapes to "
+            "qtoolkit.export_onnx."
         )
     return {**options, "dynamic_batch": True} if axes else options
 

@@ -1,4 +1,4 @@
-"""MQBench's backends, as backends of qtoolkit, with the observers and fake quantizers that they have by default."""
+"""MQBench's backends as backends of qtoolkit, with their default observers and fake quantizers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class Platform:
     observer: tuple[str, str] = ("MinMaxObserver", "EMAMinMaxObserver")  # their observers
     narrow: bool = False  # whether codes are symmetric around zero
     defaults: bool = True  # whether there are defaults; without, the config must name everything
-    # whether convert_deploy writes a file with Q/DQ nodes, which the logarithmic grids of NNIE do not have
+    # whether convert_deploy writes a file with Q/DQ nodes, which do not exist for the logarithmic grids of NNIE
     qdq: bool = True
     own_files: bool = True  # whether it writes the files of the target's own compiler
 
@@ -49,7 +49,7 @@ QCONFIG_KEYS = tuple(f"{side}_{kind}" for side in "wa" for kind in _KINDS)
 
 
 def checked(what: str, value: Options, keys: Iterable[str]) -> Options:
-    """Return a mapping; ValueError if it is none, or has another key than these."""
+    """Return a mapping; ValueError if it is not a mapping, or has other keys."""
     check_mapping(what, value)
     for key in value:
         check_known(f"key of {what}", key, keys)
@@ -57,16 +57,16 @@ def checked(what: str, value: Options, keys: Iterable[str]) -> Options:
 
 
 def platform_of(deploy_backend: object) -> Platform:
-    """Return a backend by its BackendType, or by its name; ValueError for one that is not known."""
+    """Return a backend by its BackendType, or by its name; ValueError for an unknown backend."""
     name = deploy_backend.value if isinstance(deploy_backend, BackendType) else deploy_backend
     check_known("backend", name, PLATFORMS)
     return PLATFORMS[str(name)]
 
 
 def backend_of(platform: Platform, academic_mode: bool) -> Backend:
-    """Return qtoolkit's backend, with float32 scales as MQBench trains them.
+    """Return qtoolkit's backend, with float32 scales as in MQBench.
 
-    In academic mode it quantizes what the academic setting does, with weights of 8 bits.
+    In academic mode it quantizes the ops of the academic setting, with 8-bit weights.
     """
     backend = replace(backends[platform.backend], float_type="float32")
     if not academic_mode:
@@ -76,12 +76,12 @@ def backend_of(platform: Platform, academic_mode: bool) -> Backend:
 
 
 def present_weight(backend: Backend) -> QuantSpec:
-    """Return the spec of weights, which every backend has."""
+    """Return the spec of weights."""
     return backend.qconfig.weight or QuantSpec()
 
 
 def qconfig_of(platform: Platform, backend: Backend, extra: Options) -> QConfig:
-    """Return the config for an `extra_qconfig_dict`; ValueError for what is not known, is missing, or does not fit together."""
+    """Return the config for an `extra_qconfig_dict`; ValueError for unknown, missing or incompatible values."""
     checked("extra_qconfig_dict", extra, QCONFIG_KEYS)
     missing = [f"{side}_{kind}" for side in "wa" for kind in _KINDS[:3] if f"{side}_{kind}" not in extra]
     if missing and not platform.defaults:
@@ -97,7 +97,7 @@ def _spec(platform: Platform, base: QuantSpec, side: int, extra: Options) -> Qua
     given = {kind: extra.get(f"{'wa'[side]}_{kind}") for kind in _KINDS}
     grid, options = replace(base, narrow=platform.narrow or base.narrow), dict(given["observer_extra_args"] or {})
     if given["qscheme"] is not None and base.format == "nnie":
-        raise ValueError(f"{'wa'[side]}_qscheme must be left out for the backend 'nnie', whose grid is logarithmic.")
+        raise ValueError(f"{'wa'[side]}_qscheme must be omitted for the backend 'nnie', which has a logarithmic grid.")
     if given["qscheme"] is not None:
         scheme = given["qscheme"]
         scheme = scheme if isinstance(scheme, QuantizeScheme) else QuantizeScheme(**scheme)

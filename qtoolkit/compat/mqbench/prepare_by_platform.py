@@ -1,4 +1,4 @@
-"""prepare_by_platform(): MQBench's way to a prepared model."""
+"""prepare_by_platform(): prepare a model with MQBench's options."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -35,14 +35,14 @@ def prepare_by_platform(
     is_qat: bool = True,
     freeze_bn: bool = True,
 ) -> QuantizedGraphModule:
-    """Turn a float model into what `qtoolkit.prepare` returns, by MQBench's options. The model itself does not change.
+    """Prepare a float model with MQBench's options; the result is the same as of `qtoolkit.prepare`. The model is not changed.
 
-    Arguments are MQBench's, with a `prepare_custom_config_dict` of `extra_qconfig_dict`, `extra_quantizer_dict`,
-    `extra_fuse_dict`, `preserve_attr`, `concrete_args` and `leaf_module`; `custom_tracer` is None. For QAT the model is in
-    training mode; `is_qat=False` folds batch norms at once, as in eval mode.
+    The arguments are MQBench's, with a `prepare_custom_config_dict` of `extra_qconfig_dict`, `extra_quantizer_dict`,
+    `extra_fuse_dict`, `preserve_attr`, `concrete_args` and `leaf_module`; `custom_tracer` must be None. For QAT the model is in
+    training mode; `is_qat=False` folds batch norms immediately, as in eval mode.
 
     Raises:
-        ValueError: A key, a name or an option is not known, does not fit the backend, or has no equivalent.
+        ValueError: A key, a name or an option is unknown, does not fit the backend, or has no equivalent.
         UntraceableError: The model cannot be traced.
 
     Example:
@@ -53,8 +53,8 @@ def prepare_by_platform(
     """
     if custom_tracer is not None:
         raise ValueError(
-            f"prepare_by_platform: custom_tracer must be None, got {custom_tracer!r}; qtoolkit has one tracer: name modules "
-            f"that it should not enter in leaf_module, and fix arguments in concrete_args."
+            f"prepare_by_platform: custom_tracer must be None, got {custom_tracer!r}; qtoolkit has only one tracer: list "
+            "modules that it should not enter in leaf_module, and fix arguments in concrete_args."
         )
     config = checked("prepare_custom_config_dict", prepare_custom_config_dict or {}, _KEYS)
     quantizer = checked("extra_quantizer_dict", config.get("extra_quantizer_dict", {}), _QUANTIZER_KEYS)
@@ -85,12 +85,12 @@ def prepare_by_platform(
 def prepare_qat_fx_by_platform(
     model: nn.Module, deploy_backend: BackendType | str, prepare_custom_config_dict: Options | None = None
 ) -> QuantizedGraphModule:
-    """Prepare by the name, and with the trained batch norms, of MQBench's first releases."""
+    """Alias of `prepare_by_platform` for MQBench's first releases; batch norms are trained."""
     return prepare_by_platform(model, deploy_backend, prepare_custom_config_dict, freeze_bn=False)
 
 
 def _mapping(qconfig: QConfig, options: Options, model: nn.Module) -> QConfigMapping:
-    """Return the rules: the config for all, and for what is added; none for what is excluded."""
+    """Return the rules: the config for everything and for added ops; None for excluded ops."""
     mapping, modules = QConfigMapping().set_global(qconfig), _modules_by_node(model)
     for prefix, config in (("additional", qconfig), ("exclude", None)):
         for kind in (*options.get(f"{prefix}_function_type", ()), *options.get(f"{prefix}_module_type", ())):
@@ -102,7 +102,7 @@ def _mapping(qconfig: QConfig, options: Options, model: nn.Module) -> QConfigMap
 
 
 def _modules_by_node(model: nn.Module) -> dict[str, str]:
-    """Return the dotted name of each module by the name that torch.fx gives the node of its first call."""
+    """Return the dotted name of each module by the torch.fx name of the node of its first call."""
     dotted = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     nodes = [f"{'_' if name[0].isdigit() else ''}{name.replace('.', '_')}" for name in dotted]
     count = Counter(nodes)
@@ -110,7 +110,7 @@ def _modules_by_node(model: nn.Module) -> dict[str, str]:
 
 
 def _patterns(fuse: Options, training: bool) -> dict[tuple[Kind, ...], Callable[..., nn.Module]]:
-    """Return the fusers by their types in the order of forward; torch's take the mode as their first argument."""
+    """Return the fusers by their types in the order of forward; torch's fusers take the mode as their first argument."""
     fusers = fuse.get("additional_fuser_method_mapping") or {}
     for pattern in fuse.get("additional_fusion_pattern") or {}:
         if _in_order(pattern) not in fusers:

@@ -11,9 +11,9 @@ Options = Mapping[str, Any]  # of the user, by MQBench's names
 
 
 class QuantizeScheme:
-    """The grid of a tensor in MQBench's words, with options of the observer such as ema_ratio.
+    """The grid of a tensor in MQBench's terms, with options of the observer such as ema_ratio.
 
-    With `symmetry` codes are signed, without a zero point; otherwise they are unsigned with one.
+    With `symmetry` the integers are signed, without a zero point; otherwise unsigned with a zero point.
 
     Example:
         >>> QuantizeScheme(bit=4, symmetry=False).spec(QuantSpec(), is_weight=True).describe()
@@ -33,7 +33,7 @@ class QuantizeScheme:
         self.bit, self.symmetric_range, self.kwargs = bit, symmetric_range, kwargs
 
     def spec(self, base: QuantSpec, is_weight: bool) -> QuantSpec:
-        """Return a spec with this grid, and the rest of another: channels of weights are outputs, of activations axis 1."""
+        """Return a spec with this grid and another spec's other fields; channels: outputs of weights, axis 1 of activations."""
         return replace(
             base,
             bits=self.bit,
@@ -47,15 +47,15 @@ class QuantizeScheme:
 
 @dataclass(frozen=True)
 class _Name:
-    """What a name of MQBench stands for."""
+    """The equivalent of a name of MQBench."""
 
     name: str  # the observer or quantizer of a QuantSpec
     fixed: Options = field(default_factory=dict)  # options that the name sets
-    # each option in MQBench, with the one here and its value for MQBench's
+    # each option in MQBench, with the option here and the conversion of its value
     options: Mapping[str, tuple[str, Callable[[Any], object]]] = field(default_factory=dict)
 
     def given(self, what: str, params: Options) -> dict[str, object]:
-        """Return the options here for options of MQBench."""
+        """Convert options of MQBench to options here."""
         for name in params:
             check_known(f"option of {what}", name, self.options)
         return {**self.fixed, **{self.options[name][0]: self.options[name][1](value) for name, value in params.items()}}
@@ -115,7 +115,7 @@ def spec_of(
     """Return the spec of a grid with an observer and a fake quantizer of MQBench.
 
     Raises:
-        ValueError: A name or an option is not known, or they do not fit the grid.
+        ValueError: A name or an option is unknown, or does not fit the grid.
 
     Example:
         >>> spec_of(QuantSpec(), "EMAMinMaxObserver", "LearnableFakeQuantize", {"ema_ratio": 0.95}, {}).observer_args
@@ -127,8 +127,8 @@ def spec_of(
     name = quantizes.name if grid.symmetric else _WITH_ZERO_POINT.get(quantizes.name, quantizes.name)
     if name == "dorefa" and grid.bits > 7:
         raise ValueError(
-            f"fake quantizer {fake_quantize!r} takes at most 7 bits, got {grid.bits}: its values lie on both sides of zero "
-            f"without zero itself, on codes of one more bit; set bit in w_qscheme."
+            f"fake quantizer {fake_quantize!r} supports at most 7 bits, got {grid.bits}: its values are on both sides of zero, "
+            "without zero itself, and need integers of one more bit; set bit in w_qscheme."
         )
     return replace(
         grid,

@@ -1,6 +1,6 @@
-"""NVIDIA's pytorch-quantization: the same names, defaults, numbers and errors over qtoolkit's ops and modules.
+"""NVIDIA's pytorch-quantization API (the same names, defaults, numerics and errors) on top of qtoolkit's ops and modules.
 
-Scripts change one line: `import qtoolkit.compat.pytorch_quantization as pytorch_quantization`. For imports of submodules
+Change one line of your script: `import qtoolkit.compat.pytorch_quantization as pytorch_quantization`. For imports of submodules
 (`from pytorch_quantization import nn as quant_nn`) call `install()` first. docs/migration.md lists the differences.
 """
 
@@ -41,7 +41,7 @@ def install() -> None:
     A second call has no effect.
 
     Raises:
-        RuntimeError: NVIDIA's package is imported already.
+        RuntimeError: NVIDIA's package is already imported.
 
     Example:
         >>> install()

@@ -1,4 +1,4 @@
-"""The functions of pytorch_quantization.cuda_ext, which had CUDA kernels only; these take tensors of any device."""
+"""The functions of pytorch_quantization.cuda_ext; here they accept tensors on any device, not only CUDA."""
 
 import torch
 from torch import Tensor

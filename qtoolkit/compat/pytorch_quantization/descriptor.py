@@ -1,4 +1,4 @@
-"""pytorch_quantization's QuantDescriptor, which says how a TensorQuantizer quantizes, and the predefined descriptors."""
+"""pytorch_quantization's QuantDescriptor, the configuration of a TensorQuantizer, and the predefined descriptors."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -13,22 +13,22 @@ from qtoolkit.errors import check_known, with_article
 
 @dataclass(frozen=True, eq=False)
 class ScaledQuantDescriptor:
-    """How to quantize a tensor by its largest magnitude.
+    """Configuration of quantization by the largest magnitude.
 
     Args:
-        num_bits: Bits of a code, or (4, 3) for the float format E4M3.
+        num_bits: Bit width, or (4, 3) for the float format E4M3.
         name: A label; it does not affect quantization.
-        fake_quant: Quantize and dequantize; False returns codes.
+        fake_quant: Quantize and dequantize; False returns integers.
         axis: Axes along which each index has its own range; None for one range. Negative axes count from the end.
         amax: The range, kept as a float32 array; None to calibrate it, or to take it from each input.
         learn_amax: Train the bounds of one range, as PACT does.
         scale_amax: Factor on the range, or None; it does not apply to a trained range.
         calib_method: How to calibrate: "max" or "histogram".
-        unsigned: Whether the lowest code is 0.
-        narrow_range: Leave out the lowest of the signed codes.
+        unsigned: Whether the lowest integer is 0.
+        narrow_range: Exclude the lowest signed integer.
 
     Raises:
-        ValueError: num_bits is an int below 1, amax has NaN, or calib_method is unknown.
+        ValueError: num_bits is an int below 1, amax contains NaN, or calib_method is unknown.
         TypeError: num_bits, name, axis or amax has another type, learn_amax is given with an axis, or an argument is
             unknown.
 
@@ -93,11 +93,11 @@ class ScaledQuantDescriptor:
 
     @classmethod
     def from_yaml(cls, yaml_str: str) -> "ScaledQuantDescriptor":
-        """Return the descriptor that `to_yaml` wrote; needs PyYAML.
+        """Return the descriptor from the text of `to_yaml`; needs PyYAML.
 
         Raises:
             TypeError: The text is not a mapping, or an argument is unknown or has a wrong type.
-            ValueError: As the constructor raises it.
+            ValueError: As in the constructor.
         """
         values = _yaml().safe_load(yaml_str)
         if not isinstance(values, dict):

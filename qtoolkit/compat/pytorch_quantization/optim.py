@@ -28,7 +28,7 @@ def group_parameters(
     """Return parameter groups for an optimizer, with the options of each.
 
     `patterns_list` has for each group the regular expressions of its parameters' names. Raises TypeError: it is not a list of
-    lists, an option is not a list, or its length is another one.
+    lists, an option is not a list, or its length differs.
     """
     if not _is_list(patterns_list) or not all(_is_list(patterns) for patterns in patterns_list):
         raise TypeError(f"patterns_list must be list of list of patterns, got {patterns_list!r}.")
@@ -57,7 +57,7 @@ def freeze_parameters(model: nn.Module, patterns: Iterable[str]) -> None:
 
 @torch.no_grad()
 def quant_weight_inplace(model: nn.Module) -> None:
-    """Replace the values of each weight that has a `_weight_quantizer` by their quantized values."""
+    """Replace the values of each weight with a `_weight_quantizer` by their quantized values."""
     for module in model.modules():
         quantizer = getattr(module, "_weight_quantizer", None)
         if isinstance(quantizer, nn.Module) and isinstance(module.weight, torch.Tensor):

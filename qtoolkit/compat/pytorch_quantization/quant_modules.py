@@ -1,8 +1,8 @@
 """pytorch_quantization.quant_modules: while it is active, names of torch.nn refer to quantized layers.
 
-For new work use `qtoolkit.quant_modules`, which patches constructors and leaves the names of torch.nn alone. The adapter
+For new work use `qtoolkit.quant_modules`, which patches constructors and does not change the names of torch.nn. The adapter
 rebinds names because scripts rely on it: they compare `torch.nn.Conv2d` with `quant_nn.QuantConv2d`, derive from it, pass
-`quant_desc_input` to it, and rebind names of other modules by `custom_quant_modules`.
+`quant_desc_input` to it, and rebind names of other modules with `custom_quant_modules`.
 """
 
 import warnings
@@ -21,7 +21,7 @@ _Custom = Sequence[tuple[object, str, type[torch.nn.Module]]]
 
 
 class QuantEntry(NamedTuple):
-    """A name to rebind: the module (or namespace) that has it, the name, and the class that it shall refer to."""
+    """A name to rebind: its module (or namespace), the name, and the new class."""
 
     orig_mod: object
     mod_name: str
@@ -37,14 +37,14 @@ _DEFAULT_QUANT_MAP = [
 
 
 class QuantModuleReplacementHelper:
-    """The names to rebind, and the classes that they referred to before."""
+    """The names to rebind, and the original classes."""
 
     def __init__(self) -> None:
         self.entries: list[QuantEntry] = []
         self.originals: list[QuantEntry] = []
 
     def prepare_state(self, float_module_list: Sequence[str] | None = None, custom_map: _Custom | None = None) -> None:
-        """Set the names that `apply_quant_modules` rebinds: the table's without those that stay float, and the custom map's."""
+        """Set the names that `apply_quant_modules` rebinds: the table without float modules, plus the custom map."""
         stay_float, names = float_module_list or (), {entry.mod_name for entry in _DEFAULT_QUANT_MAP}
         for name in stay_float:
             if name not in names:
@@ -53,7 +53,7 @@ class QuantModuleReplacementHelper:
         self.entries = [*table, *(QuantEntry(*entry) for entry in custom_map or ())]
 
     def apply_quant_modules(self) -> None:
-        """Rebind the names, after an earlier call's were restored."""
+        """Restore the names of an earlier call, then rebind the names."""
         self.restore_float_modules()
         for module, name, cls in self.entries:
             self.originals.append(QuantEntry(module, name, getattr(module, name)))
@@ -70,16 +70,16 @@ _quant_module_helper_object = QuantModuleReplacementHelper()
 
 
 def initialize(float_module_list: Sequence[str] | None = None, custom_quant_modules: _Custom | None = None) -> None:
-    """Make names of torch.nn refer to quantized layers, for models that are built from now on.
+    """Make names of torch.nn refer to quantized layers, for models that are built afterwards.
 
     A second call replaces the arguments of the first. Names that were imported earlier (`from torch.nn import Linear`) and
-    existing models do not change: `qtoolkit.quant_modules.replace` converts those. While it is active,
+    existing models do not change; convert existing models with `qtoolkit.quant_modules.replace`. While it is active,
     `isinstance(layer, torch.nn.Conv2d)` is false for float layers, and classes derived from torch.nn.Conv2d are quantized.
 
     Args:
         float_module_list: Names that stay float, such as ["Linear"]. Unknown names cause a warning.
-        custom_quant_modules: Further names to rebind, as (module, "ClassName", quantized class). They win over
-            `float_module_list`, and over the table.
+        custom_quant_modules: Further names to rebind, as (module, "ClassName", quantized class). They take precedence over
+            `float_module_list` and the table.
 
     Example:
         >>> initialize(float_module_list=["Linear"])
@@ -100,7 +100,7 @@ def deactivate() -> None:
 
 @contextmanager
 def enable_onnx_export() -> Iterator[None]:
-    """Let quantizers compute ops that exporters turn into Q/DQ pairs, and check that they can.
+    """Make quantizers use ops that exporters turn into Q/DQ pairs, and check that this is possible.
 
     Each enabled quantizer must have 8 bits, an `amax`, and narrow_range=False if it is signed (`LegacyExportError`).
 

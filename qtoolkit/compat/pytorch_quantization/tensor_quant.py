@@ -18,7 +18,7 @@ _scaled_e4m3: TupleOp = library.scaled_e4m3.default
 def tensor_quant(
     x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return codes, stored as floats, and their multiplier, as `qtoolkit.ops.tensor_quant` says; amax may be a number too.
+    """Return integers, stored as floats, and their multiplier (see `qtoolkit.ops.tensor_quant`); amax may be a number too.
 
     Example:
         >>> tensor_quant(torch.tensor([-1.0, 0.3, 2.0]), 1.0, 4)
@@ -30,7 +30,7 @@ def tensor_quant(
 def fake_tensor_quant(
     x: Tensor, amax: Tensor | float, num_bits: int = 8, unsigned: bool = False, narrow_range: bool = True
 ) -> Tensor:
-    """Return the codes of `tensor_quant`, with its arguments and errors, divided by their multiplier.
+    """Return the integers of `tensor_quant`, with its arguments and errors, divided by their multiplier.
 
     Example:
         >>> x = torch.tensor([0.5043, 0.8178, 0.4798, 0.9201])
@@ -46,10 +46,10 @@ legacy_fake_tensor_quant = fake_tensor_quant
 def fake_affine_tensor_quant(
     x: Tensor, min_range: Tensor | float, max_range: Tensor | float, num_bits: int = 8
 ) -> Tensor:
-    """Round x to an affine grid of signed codes over [min_range, max_range], one element each, and back.
+    """Round x to an affine grid of signed integers over [min_range, max_range], one element each, and back.
 
-    The step is `(max_range - min_range) / (2^num_bits - 1)`; the zero point is rounded, and may be none of the codes. The
-    gradient passes to x where min_range <= x <= max_range.
+    The step is `(max_range - min_range) / (2^num_bits - 1)`; the zero point is rounded, and may lie outside the integer range.
+    The gradient passes to x where min_range <= x <= max_range.
 
     Raises:
         ValueError: The highest value is not above the lowest (checked on CPU tensors), or num_bits is below 1.
@@ -69,8 +69,8 @@ def fake_affine_tensor_quant(
 def scaled_e4m3(x: Tensor, amax: Tensor | float | None = None, E: int = 4, M: int = 3) -> Tensor:  # noqa: N803
     """Round x to the float format E4M3 and back, scaled so that amax becomes its largest number, 448.
 
-    Larger values saturate; |x| < 2^-24 gives 0. The gradient passes to x where |x| <= amax. None stands for 448, which does
-    not scale; 2^-24 or less gives zeros.
+    Larger values saturate; |x| < 2^-24 gives 0. The gradient passes to x where |x| <= amax. None means 448, without scaling;
+    2^-24 or less gives zeros.
 
     Raises:
         NotImplementedError: E, M, the bits of exponent and mantissa, are not 4, 3.

@@ -1,1 +1,1 @@
-"""What the page of `qtoolkit.debug.report` shows, and its template."""
+"""The content of the page of `qtoolkit.debug.report`, and its template."""

@@ -1,4 +1,4 @@
-"""Charts as SVG paths: the histogram of a tensor with the range of its grid, the channels of a weight with theirs."""
+"""Charts as SVG paths: the histogram of a tensor with the range of its grid, and the channels of a weight with their ranges."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ COLUMNS = 128  # of a weight's chart: more channels share a column
 
 @dataclass(frozen=True)
 class Histogram:
-    """The chart of what a quantizer of an activation got."""
+    """The histogram of an activation quantizer's inputs."""
 
     inside: str  # the path of the bars of values that the grid represents
     outside: str  # the path of the bars of values beyond the range
@@ -27,7 +27,7 @@ class Histogram:
 
 
 def histogram_of(values: Values, quantizer: Quantizer) -> Histogram:
-    """Return the chart of what a quantizer got; heights are logarithms of counts."""
+    """Return the histogram of a quantizer's inputs; heights are logarithms of counts."""
     observer, grid = values.histogram, ends_of(quantizer)
     shown = [*map(float, observer.observed()), *(grid or ())]
     left, right = min(shown), max(shown)
@@ -56,7 +56,7 @@ def _bars(counts: Tensor, most: float) -> str:
 
 @dataclass(frozen=True)
 class Channels:
-    """The chart of a weight: one column for each output channel, or for several."""
+    """The chart of a weight: one column per output channel, or per group of channels."""
 
     extent: str  # the path of the area between the lowest and the highest weight
     spread: str  # the path of the area within a standard deviation of the mean
@@ -69,7 +69,7 @@ class Channels:
 
 
 def channels_of(weight: Tensor, axis: int, quantizer: Quantizer) -> Channels:
-    """Return the chart of a weight whose channels run along `axis`."""
+    """Return the chart of a weight with channels along `axis`."""
     rows = weight.detach().movedim(axis, 0).flatten(1).float()
     lowest, highest = rows.amin(1), rows.amax(1)
     mean = rows.mean(1)
@@ -87,24 +87,24 @@ def channels_of(weight: Tensor, axis: int, quantizer: Quantizer) -> Channels:
 
 
 def _columns(values: Tensor, each: int, reduce: str, top: float) -> list[float]:
-    """Return the height of each column, in units from above."""
+    """Return the height of each column, in units from the top."""
     found = [getattr(part, reduce)() for part in torch.split(values.cpu(), each)]
     return [round(HEIGHT / 2 * (1 - float(value) / top), 1) for value in found]
 
 
 def _steps(heights: list[float]) -> str:
-    """Return the path of a line in steps, from left to right."""
+    """Return the path of a step line, from left to right."""
     return f"M0 {heights[0]:g}" + _run(heights)
 
 
 def _run(heights: list[float]) -> str:
-    """Return a path through columns of one width, from the left edge, at the first height."""
+    """Return a path through columns of equal width, starting at the left edge at the first height."""
     width = WIDTH / len(heights)
     return "".join(f"V{height:g}H{(i + 1) * width:.4g}" for i, height in enumerate(heights))
 
 
 def _area(low: list[float], high: list[float]) -> str:
-    """Return the path of the area between two lines in steps."""
+    """Return the path of the area between two step lines."""
     width = WIDTH / len(low)
     back = "".join(f"V{low[i]:g}H{i * width:.4g}" for i in reversed(range(len(low))))
     return f"M0 {high[0]:g}{_run(high)}{back}z"

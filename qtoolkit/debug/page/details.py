@@ -1,4 +1,4 @@
-"""What the page says of each op and each quantizer where the pointer rests on it."""
+"""Tooltips of the page for ops and quantizers."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ Row = tuple[str, str]  # a label and a text
 
 @dataclass(frozen=True)
 class Detail:
-    """What the page says of an op or a quantizer."""
+    """The tooltip of an op or a quantizer."""
 
     title: str  # its name
     kind: str  # its status, or "quantizer"
@@ -27,7 +27,7 @@ class Detail:
 
 
 def details_of(facts: ReportFacts) -> dict[str, Detail]:
-    """Return what there is to say of each op and each quantizer, by its key."""
+    """Return the tooltip of each op and each quantizer, by its key."""
     found: dict[str, Detail] = {}
     for line in facts.report.layers:  # several for a module that is called several times
         detail, key = _of_layer(facts, line), f"op {line.name}"
@@ -40,7 +40,7 @@ def details_of(facts: ReportFacts) -> dict[str, Detail]:
         found[f"quantizer {name}"] = _of_quantizer(facts, name, quantizer, tensors.get(name, []))
     if isinstance(facts.model, fx.GraphModule):
         for block, number in Counter(blocks_of(facts.model).values()).items():
-            found[f"block {block}"] = Detail(block, "block", (("ops", str(number)), ("click", "unfolds it")))
+            found[f"block {block}"] = Detail(block, "block", (("ops", str(number)), ("click", "to unfold")))
         for node in facts.model.graph.nodes:
             found.setdefault(key_of(node), Detail(name_of(node), "plain", (("op", str(kind_of(node))),)))
     return found
@@ -57,7 +57,7 @@ def _of_layer(facts: ReportFacts, line: LayerLine) -> Detail:
     if error is not None:
         rows += [("own error", _similarity(error.own)), ("accumulated", _similarity(error.accumulated))]
     if drop is not None:
-        rows += [("drop of the score", f"{drop.drop:.6g}")]
+        rows += [("score drop", f"{drop.drop:.6g}")]
     return Detail(line.name, str(line.status), tuple((label, text) for label, text in rows if text))
 
 
@@ -72,7 +72,7 @@ def _of_quantizer(facts: ReportFacts, name: str, quantizer: Quantizer, lines: It
         seen = interval(*map(float, values.histogram.observed()))
         rows += [("values", seen), ("clipped", percent(values.clipped))]
     for line in lines:
-        rows += [("made by", line.title), ("taken by", ", ".join(line.consumers))]
+        rows += [("output of", line.title), ("used by", ", ".join(line.consumers))]
         rows += [("scale shared with", ", ".join(line.shares_scale_with))]
     rows += [("why", facts.reasons.get(name, ""))]
     off = "" if quantizer.quantizing else "off"
@@ -82,7 +82,7 @@ def _of_quantizer(facts: ReportFacts, name: str, quantizer: Quantizer, lines: It
 
 
 def spec_and_range(quantizer: Quantizer) -> str:
-    """Return how a quantizer quantizes, with its range."""
+    """Return the spec of a quantizer, with its range."""
     return f"{quantizer.spec.describe()} {range_of(quantizer)}"
 
 
@@ -90,12 +90,12 @@ def range_of(quantizer: Quantizer) -> str:
     """Return the lowest and the highest value of a quantizer's grid, over all channels."""
     ends = ends_of(quantizer)
     if ends is None:
-        return "of each input" if quantizer.ready else "none yet"
+        return "computed from each input" if quantizer.ready else "not calibrated"
     return interval(*ends)
 
 
 def _of_grid(quantizer: Quantizer) -> list[Row]:
-    """Return the range, the scale and the zero point of a grid that is known beforehand."""
+    """Return the range, the scale and the zero point of a static grid."""
     ends, rows = ends_of(quantizer), list[Row]()
     if ends is None:
         return rows

@@ -1,4 +1,4 @@
-"""What a report knows of a model: its lines, its quantizers, what these got on some inputs, sizes and operations."""
+"""The data of a report: its lines, the quantizers, their inputs, sizes and operations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from qtoolkit.report.layer_costs import bit_product, count_macs, layers_of, stor
 
 @dataclass(frozen=True)
 class Values:
-    """What a quantizer got."""
+    """The inputs of a quantizer."""
 
     histogram: HistogramObserver  # the histogram of all its values
     clipped: float | None  # the share of the values that its grid clips; None if it has no grid of its own
@@ -35,7 +35,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer costs."""
+    """The cost of a layer."""
 
     name: str  # its dotted name
     kind: str  # its kind of op
@@ -51,13 +51,13 @@ class Cost:
 
     @property
     def bit_operations(self) -> int | None:
-        """The multiplications times the bits of both factors."""
+        """The number of multiplications times the bits of both factors."""
         return None if self.macs is None else self.macs * bit_product(self.config)
 
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """All that the sections of a report show."""
+    """The data for all sections of a report."""
 
     model: nn.Module  # the model
     report: QuantizationReport  # its lines
@@ -70,22 +70,22 @@ class ReportFacts:
 
     @property
     def errors(self) -> dict[str, LayerComparison]:
-        """The errors by the layers' names."""
+        """The errors by layer name."""
         return {} if self.comparison is None else {layer.name: layer for layer in self.comparison.layers}
 
     @property
     def drops(self) -> dict[str, Row]:
-        """The sensitivity by the layers' names."""
+        """The sensitivity by layer name."""
         return {} if self.sensitivity is None else {row.name: row for row in self.sensitivity.rows}
 
     @property
     def titles(self) -> dict[str, str]:
-        """What the page calls each quantizer: its first tensor, as in the model."""
+        """The display name of each quantizer: its first tensor, as in the model."""
         return {line.quantizer: line.title for line in reversed(self.report.tensors)}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """The rules that ask for each quantizer, by its name."""
+        """The rules that require each quantizer, by its name."""
         found: dict[str, dict[str, None]] = {}
         for edge in () if self.plan is None else self.plan.edges:
             found.setdefault(edge.quantizer, {}).setdefault(edge.why)
@@ -95,7 +95,7 @@ class ReportFacts:
 def gather(
     model: nn.Module, inputs: object, comparison: Comparison | None, sensitivity: Sensitivity | None
 ) -> ReportFacts:
-    """Return the facts of a model; with inputs it runs twice in eval mode, and no range changes."""
+    """Return the data of a model; with inputs it runs twice in eval mode, and no range changes."""
     report, found = quantization_report(model), quantizers_in(model)
     with freeze_ranges(model):
         values = {} if inputs is None else _values_of(model, found, inputs)
@@ -108,7 +108,7 @@ def gather(
 
 
 def quantizers_in(model: nn.Module) -> dict[str, Quantizer]:
-    """Return the quantizers of a model by the names that a report has: one that shapes its input has the name of both parts."""
+    """Return the quantizers of a model by their names in a report; a quantizer with a shaping part has one name."""
     found, shaped = named_quantizers(model), dict[nn.Module, str]()
     for name, module in model.named_modules():
         if isinstance(module, ShapedActivation):
@@ -117,7 +117,7 @@ def quantizers_in(model: nn.Module) -> dict[str, Quantizer]:
 
 
 def known_range(quantizer: Quantizer) -> tuple[Tensor, Tensor] | None:
-    """Return the range of a quantizer, of the scale's shape; None without a grid that is known beforehand."""
+    """Return the range of a quantizer, in the scale's shape; None without a static grid."""
     if not isinstance(quantizer, TensorQuantizer | Grid) or not quantizer.ready or getattr(quantizer, "dynamic", False):
         return None
     return clip_range(quantizer)
@@ -133,7 +133,7 @@ def ends_of(quantizer: Quantizer) -> tuple[float, float] | None:
 
 
 class _Listener:
-    """The histogram of what a quantizer gets, and one with its channels for the share that it clips."""
+    """A histogram of a quantizer's inputs, and a per-channel histogram for the share of clipped values."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer, spec = quantizer, quantizer.spec
@@ -145,12 +145,12 @@ class _Listener:
 
     @torch.no_grad()
     def hear(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Take in an input: a forward hook."""
+        """Forward hook: record an input."""
         for observer in dict.fromkeys((self.all, self.by_channel)):
             observer.to(args[0].device)(args[0].float())
 
     def read(self) -> Values:
-        """Return the values that it has heard, and the share that the quantizer clips, where it has a range and no groups."""
+        """Return the recorded values, and the share of clipped values if the quantizer has a range and no groups."""
         clipped = share_clipped(self.quantizer, self.by_channel) if self.clips else None  # type: ignore[arg-type]
         return Values(self.all, clipped)
 

@@ -1,4 +1,4 @@
-"""The picture of a graph for a page: the shapes that graphviz places, without its markup; and a tree where there is none."""
+"""The picture of a graph for the page: shapes placed by graphviz, without its markup; or a module tree without a graph."""
 
 import re
 from collections import Counter
@@ -34,7 +34,7 @@ class PictureNode:
 
 @dataclass(frozen=True)
 class Line:
-    """An edge of the picture, between the places of two nodes."""
+    """An edge of the picture, between two nodes."""
 
     source: int
     target: int
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Picture:
-    """A graph as shapes, in graphviz' coordinates: y is negative above the origin; `block` is the one that is unfolded."""
+    """A graph as shapes, in graphviz' coordinates: y is negative above the origin; `block` is the unfolded block."""
 
     block: str
     width: float
@@ -54,12 +54,12 @@ class Picture:
 
 
 def key_of(node: fx.Node) -> str:
-    """Return the key of what the page says of a node: the names that the lines of a report have."""
+    """Return the tooltip key of a node: the name of its line in a report."""
     return f"quantizer {node.target}" if is_quantizer(node) else f"op {name_of(node)}"
 
 
 def draw_shapes(gm: fx.GraphModule) -> tuple[Picture, ...]:
-    """Return the picture of a graph; of a large one that with all blocks folded, and one with each block unfolded.
+    """Return the pictures of a graph. A large graph has one with all blocks folded, and one for each unfolded block.
 
     Raises ImportError: the extra [report] is not installed.
     """
@@ -68,7 +68,7 @@ def draw_shapes(gm: fx.GraphModule) -> tuple[Picture, ...]:
 
 
 def blocks_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return the block of each node that has one: a module, at the depth that shows least; {} for a small graph."""
+    """Return the block (a module) of each node in a block, for the depth with the fewest boxes; {} for a small graph."""
     if len(gm.graph.nodes) <= LARGE:
         return {}
     paths = dict[fx.Node, list[str]]()
@@ -80,13 +80,13 @@ def blocks_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _most_shown(gm: fx.GraphModule, blocks: Mapping[fx.Node, str]) -> int:
-    """Return how many boxes a picture has with the largest block unfolded."""
+    """Return the number of boxes of a picture with the largest block unfolded."""
     sizes = Counter(blocks.values()).values()
     return len(gm.graph.nodes) - len(blocks) + len(sizes) + max(sizes)
 
 
 def _path_of(node: fx.Node, paths: Mapping[fx.Node, list[str]]) -> list[str]:
-    """Return the path of the module whose forward calls a node; a quantizer is where its input is made."""
+    """Return the path of the module that calls a node; a quantizer belongs to the module of its input."""
     if is_quantizer(node):
         return paths[node.all_input_nodes[0]]
     if node.op == "call_module":
@@ -134,7 +134,7 @@ def _line(group: ElementTree.Element, nodes: Mapping[str, tuple[int, fx.Node]]) 
 
 
 def _short(numbers: str) -> str:
-    """Return a path with one digit after the point."""
+    """Return a path with one decimal."""
     return re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), numbers)
 
 
@@ -149,7 +149,7 @@ class Branch:
     parts: dict[str, "Branch"] = field(default_factory=dict)  # the modules in it
 
     def at(self, name: str) -> "Branch":
-        """Return the branch of a dotted name, which is put into the tree if it is new."""
+        """Return the branch of a dotted name; a new one is added to the tree."""
         branch = self
         for part in name.split(".") if name else ():
             branch = branch.parts.setdefault(part, Branch(part))

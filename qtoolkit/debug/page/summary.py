@@ -1,4 +1,4 @@
-"""The figures at the head of the page, and what it leaves out."""
+"""The figures at the top of the page."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from qtoolkit.export.verification.deployed import DeployedVerification
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with what it is, and a line below it."""
+    """A figure with its title, and a line below it."""
 
     title: str
     value: str
@@ -20,7 +20,7 @@ class Figure:
 def figures_of(facts: ReportFacts, accuracy: Table | None, verification: Verified | None) -> list[Figure]:
     """Return the figures of a report."""
     report = facts.report
-    kept = f"{len(report.left_float)} stay in float, {len(report.tensors)} tensors quantized"
+    kept = f"{len(report.left_float)} in float, {len(report.tensors)} quantized tensors"
     found = [Figure("Ops quantized", f"{len(report.quantized)}", kept)]
     found += _of_costs(facts)
     if facts.comparison is not None and facts.comparison.layers:
@@ -42,7 +42,7 @@ def figures_of(facts: ReportFacts, accuracy: Table | None, verification: Verifie
 
 
 def _of_accuracy(accuracy: Table) -> list[Figure]:
-    """Return the score of the last row, in the first column of numbers, beside the scores of the rows before it."""
+    """Return the score in the last row of the first numeric column, and the scores of the rows before it."""
     column = next((place for place, _ in enumerate(accuracy.columns) if accuracy.numeric(place)), None)
     rows = [row for row in accuracy.rows if column is not None and row[column].sort is not None]
     if column is None or not rows:
@@ -58,7 +58,7 @@ def _of_costs(facts: ReportFacts) -> list[Figure]:
     stored, whole = sum(cost.bytes for cost in facts.costs), sum(cost.float_bytes for cost in facts.costs)
     if not whole:
         return []
-    found = [Figure("Weights", size(stored), f"{size(whole)} in float32: {whole / stored:.2f} times smaller, as codes")]
+    found = [Figure("Weights", size(stored), f"{size(whole)} in float32: {whole / stored:.2f} times smaller")]
     operations = sum(cost.bit_operations or 0 for cost in facts.costs)
     macs = sum(cost.macs or 0 for cost in facts.costs)
     if macs:
@@ -75,6 +75,6 @@ def _of_codes(verification: Verified | None) -> list[Figure]:
     else:
         found = {"onnxruntime, layer by layer": verification.layer_codes}
     return [
-        Figure("Codes that differ", f"{codes.differing:,}", f"of {codes.compared:,} in {name}")
+        Figure("Differing values", f"{codes.differing:,}", f"of {codes.compared:,} in {name}")
         for name, codes in found.items()
     ]

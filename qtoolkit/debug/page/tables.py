@@ -1,4 +1,4 @@
-"""The tables of the page: columns, cells, and what sorts them."""
+"""The tables of the page: columns, cells and sort keys."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,14 +48,14 @@ def layer_cell(name: str) -> Cell:
 
 
 def number(value: float | None, form: str | Callable[[float], str] = ".4g") -> Cell:
-    """Return a cell with a number, written by a format specification or a function."""
+    """Return a cell with a number, formatted by a format specification or a function."""
     if value is None:
         return Cell("-", -math.inf)
     return Cell(format(value, form) if isinstance(form, str) else form(value), float(value))
 
 
 def accuracy_table(accuracy: Accuracy) -> Table:
-    """Return the table that the user gave: of a dict a row for each entry, of dicts a column for each key."""
+    """Return the user's table: a dict gives a row per entry, a list of dicts a column per key."""
     if isinstance(accuracy, Mapping):
         return Table(("model", "score"), tuple((Cell(str(name)), _any(value)) for name, value in accuracy.items()))
     columns = tuple(dict.fromkeys(str(key) for row in accuracy for key in row))
@@ -91,7 +91,7 @@ def _sqnr(found: Similarity | None) -> Cell:
 
 
 def sensitivity_table(facts: ReportFacts) -> Table | None:
-    """Return what the quantization of each layer costs in score."""
+    """Return the score drop of each layer."""
     found = facts.sensitivity
     if found is None:
         return None
@@ -109,7 +109,7 @@ def sensitivity_table(facts: ReportFacts) -> Table | None:
 
 
 def float_table(facts: ReportFacts) -> Table:
-    """Return what stays in float, and why."""
+    """Return the ops that stay in float, and the reasons."""
     rows = [
         (layer_cell(x.name), Cell(x.kind), Cell(str(x.verdict.cause)), Cell(x.reason.removeprefix("float: ")))
         for x in facts.report.left_float
@@ -163,20 +163,20 @@ def verification_tables(found: Verified, titles: Mapping[str, str]) -> list[tupl
     if isinstance(found, DeployedVerification):
         return [table for codes in found.runtimes.values() for table in _of_runtime(codes, titles)]
     totals = {"weights": found.weight_codes, "quantizers": found.quantizer_codes, "layers": found.layer_codes}
-    title = f"Layer by layer in onnxruntime; outputs, end to end, differ by at most {found.output_difference:.3g}"
+    title = f"Layer by layer in onnxruntime; end to end, outputs differ by at most {found.output_difference:.3g}"
     return [
-        (title, _codes(totals, {}, "codes of")),
-        ("Codes of layers at each quantizer", _codes(found.by_quantizer, titles)),
+        (title, _codes(totals, {}, "values")),
+        ("Layer by layer, at each quantizer", _codes(found.by_quantizer, titles)),
     ]
 
 
 def _of_runtime(codes: RuntimeCodes, titles: Mapping[str, str]) -> list[tuple[str, Table]]:
-    """Return the codes of a runtime, where their differences begin, if there are any, and its kernels."""
+    """Return the quantized values of a runtime, the places where differences begin, and its kernels."""
     title = f"{codes.runtime}, end to end; outputs differ by at most {codes.output_difference:.3g}"
     found = [(title, _codes(codes.by_quantizer, titles))]
     if codes.layer_by_layer is not None and codes.codes.differing:
         begun = {name: count for name, count in codes.layer_by_layer.items() if count.differing}
-        title = f"Where differences begin in {codes.runtime}: layer by layer, from its own codes"
+        title = f"Where differences begin in {codes.runtime}: layer by layer, from its quantized values"
         found.append((title, _codes(begun, titles)))
     rows = [(layer_cell(x.name), Cell(x.kernel), Cell("integers" if x.integer else "float")) for x in codes.layers]
     return [*found, (f"Kernels of {codes.runtime}", Table(("layer", "kernel", "computes in"), tuple(rows)))]

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Human-readable numbers."""
 
 
 def interval(low: float, high: float) -> str:
@@ -12,7 +12,7 @@ def interval(low: float, high: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as text; nothing for None.
+    """Return a share as a percentage; "" for None.
 
     Example:
         >>> percent(0.01234), percent(None)
@@ -22,7 +22,7 @@ def percent(share: float | None) -> str:
 
 
 def count(number: float) -> str:
-    """Return a large number for people.
+    """Return a large number as short text.
 
     Example:
         >>> count(3628146688), count(12)
@@ -36,7 +36,7 @@ def count(number: float) -> str:
 
 
 def size(number: float) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes as short text.
 
     Example:
         >>> size(1536), size(3 * 2**20)

@@ -1,4 +1,4 @@
-"""Files of vendors' own compilers: a float model, and the grids of its tensors beside it. docs/backend_files.md lists them."""
+"""Files for vendors' own compilers: a float model, and a file with the grids of its tensors. See docs/backend_files.md."""
 
 from qtoolkit.export.backend_files.encoding import Encoding
 from qtoolkit.export.backend_files.front import encodings, read_encodings

@@ -1,4 +1,4 @@
-"""Encoding: the grid of one tensor of a file, as the files of all backends express it."""
+"""Encoding: the quantization grid of one tensor, in a form that fits the files of all backends."""
 
 import math
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Encoding:
-    """The grid of a tensor: its values are `(q - zero_point) * scale` for codes q in [qmin, qmax].
+    """The grid of a tensor: its values are `(q - zero_point) * scale` for integers q in [qmin, qmax].
 
     Attributes:
         tensor: Name of the tensor in the ONNX file.
-        scale: Float32 numbers: one, or one for each channel.
-        zero_point: The zero points, as many as scales.
-        qmin: Lowest code.
-        qmax: Highest code.
+        scale: Float32 numbers: one, or one per channel.
+        zero_point: The zero points: one for each scale.
+        qmin: Lowest quantized value.
+        qmax: Highest quantized value.
         is_weight: Whether the tensor does not depend on the inputs of the model.
         axis: The channel axis of the tensor; None for one scale.
         group: Groups of dimension 0, for weights of transposed convolutions: channel g * out + i belongs to group g.
         format: "int"; or "nnie", logarithmic, whose scale is the largest magnitude.
-        quantizer: Dotted name of the quantizer in the model; "" in what is read from a file.
+        quantizer: Dotted name of the quantizer in the model; "" if the encoding was read from a file.
 
     Example:
         >>> x = Encoding("x", (0.5,), (10,), 0, 255)
@@ -41,22 +41,22 @@ class Encoding:
 
     @property
     def bits(self) -> int:
-        """Width of a code."""
+        """Bit width of the quantized values."""
         return (self.qmax - self.qmin).bit_length()
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether codes are signed, and zero is code 0."""
+        """Whether the quantized values are signed and the zero point is 0."""
         return self.qmin < 0 and not any(self.zero_point)
 
     @property
     def lowest(self) -> int:
-        """The lowest code of this width; `qmin` is one above it on a narrow grid."""
+        """The lowest integer of this bit width; `qmin` is one above it on a narrow grid."""
         return -(1 << self.bits - 1) if self.qmin < 0 else 0
 
     @property
     def unsigned_zero_point(self) -> tuple[int, ...]:
-        """The zero points where codes are counted from 0 on."""
+        """The zero points if the quantized values are counted from 0."""
         return tuple(zero_point - self.lowest for zero_point in self.zero_point)
 
     @property

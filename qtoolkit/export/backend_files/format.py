@@ -1,4 +1,4 @@
-"""Format: one kind of file that stands beside a float model and gives the grids of its tensors."""
+"""Format: one kind of file that accompanies a float model and holds the grids of its tensors."""
 
 import json
 import math
@@ -29,7 +29,7 @@ class Format:
     read: Callable[[str, "onnx.ModelProto"], list[Encoding]]
     bits: tuple[int, ...] = (8,)  # widths of codes that it holds
     asymmetric: bool = True  # whether it holds zero points
-    symmetric: bool = True  # whether it holds signed codes without a zero point
+    symmetric: bool = True  # whether it holds signed integers without a zero point
     channels: bool = False  # whether it holds a scale for each channel of a weight
     powers: bool = False  # whether its scales are powers of two
     logarithmic: bool = False  # whether its grids are logarithmic, not integers
@@ -40,7 +40,7 @@ class Format:
     derive: Callable[[Array, tuple[int, ...]], Array] | None = None
 
     def holds(self, encoding: Encoding) -> bool:
-        """Return whether the file has an entry for a tensor: all but the weights whose grids the target derives."""
+        """Return whether the file has an entry for a tensor. Only weights whose grids the target derives have none."""
         return not encoding.is_weight or self.derive is None
 
     def held(self, encodings: Sequence[Encoding], model: "onnx.ModelProto") -> list[Encoding]:
@@ -50,36 +50,36 @@ class Format:
         return [encoding for encoding in own if placed is None or encoding.tensor in placed]
 
     def check(self, encoding: Encoding) -> None:
-        """Raise ValueError for a grid that neither the file nor the target, for a weight, can have."""
+        """Raise ValueError for a grid that neither the file can hold nor the target can derive from a weight."""
         reason = self._why_not(encoding)
         if reason:
             kind = "weight" if encoding.is_weight else "activation"
             raise ValueError(
                 f"encodings: {self.title} cannot hold the grid of the {kind} {encoding.tensor!r} (quantizer "
-                f"{encoding.quantizer!r}): {reason}; prepare with a config that it holds, or deploy the Q/DQ file of "
-                f"export_onnx."
+                f"{encoding.quantizer!r}): {reason}; prepare the model with a config that fits, or deploy the Q/DQ file of "
+                "export_onnx."
             )
 
     def _why_not(self, encoding: Encoding) -> str:
         if (encoding.format == "nnie") != self.logarithmic:
-            return f"it holds {'logarithmic' if self.logarithmic else 'integer'} grids only"
+            return f"it supports only {'logarithmic' if self.logarithmic else 'integer'} grids"
         if encoding.bits not in self.bits:
-            return f"it holds codes of {' or '.join(map(str, self.bits))} bits, got {encoding.bits}"
+            return f"it supports {' or '.join(map(str, self.bits))} bits, got {encoding.bits}"
         if encoding.axis is not None and not encoding.is_weight:
-            return "it holds one scale for an activation, got one for each channel"
+            return "it supports per-tensor scales for activations, got per-channel scales"
         held = self.channels or self.derive is not None
         if encoding.axis is not None and not held:
-            return "it holds one scale for a tensor, got one for each channel"
+            return "it supports per-tensor scales, got per-channel scales"
         if encoding.group > 1 and encoding.axis is not None and self.holds(encoding):
-            return "its channels are those of one axis, got the groups of a transposed convolution"
+            return "it supports channels along one axis, got the groups of a transposed convolution"
         if not encoding.is_symmetric and not self.asymmetric:
-            return "it holds signed codes without a zero point"
+            return "it supports only signed integers without a zero point"
         if encoding.is_symmetric and not self.symmetric:
-            return "it holds unsigned codes with a zero point"
+            return "it supports only unsigned integers with a zero point"
         if not encoding.is_symmetric and encoding.qmin != encoding.lowest:
-            return "it holds all codes of a grid with a zero point, got one without the lowest"
+            return "with a zero point it supports only full integer ranges, got narrow_range=True"
         if self.powers and any(math.frexp(scale)[0] != 0.5 for scale in encoding.scale):
-            return f"it holds powers of two, got the scale {encoding.scale[0]:g}"
+            return f"it supports only power-of-two scales, got {encoding.scale[0]:g}"
         return ""
 
     def is_derived(self, encoding: Encoding, values: Array) -> bool:
@@ -100,9 +100,9 @@ def as_json(value: object) -> str:
 
 
 def from_json(text: str, *keys: str) -> Mapping[str, object]:
-    """Return the mapping that a JSON file has under these keys.
+    """Return the mapping at these keys of a JSON file.
 
-    Raises ValueError: the text is no JSON, or has no mapping there.
+    Raises ValueError: the text is not JSON, or has no mapping there.
     """
     try:
         value = json.loads(text)
@@ -124,7 +124,7 @@ def _under(place: str, value: object, key: str) -> object:
 def read_each(
     entries: Mapping[str, object], read: Callable[[str, object], Iterable[Encoding]], place: str = ""
 ) -> list[Encoding]:
-    """Return the encodings that entries give, one of each tensor; errors begin with `place` and the entry's key."""
+    """Return one encoding per entry; errors begin with `place` and the entry's key."""
     found: dict[str, Encoding] = {}
     for key, entry in entries.items():
         with within(f"{place}{key}"):
@@ -133,7 +133,7 @@ def read_each(
 
 
 def number(entry: object, key: str | None = None) -> float:
-    """Return a number of a JSON file: the value itself, or what a key has. Raises ValueError: there is no finite number."""
+    """Return a number of a JSON file: the entry itself, or its value at a key. Raises ValueError: it is not a finite number."""
     return _number(entry, key, (int, float), "finite")
 
 
@@ -150,7 +150,7 @@ def _number(entry: object, key: str | None, kinds: tuple[type[float], ...], word
 
 
 def width(entry: object, key: str) -> int:
-    """Return the number of bits of a JSON file. Raises ValueError: there is none, or it is no whole number in [2, 32]."""
+    """Return the bit width in a JSON file. Raises ValueError: it is missing, or not a whole number in [2, 32]."""
     bits = whole(entry, key)
     if not 2 <= bits <= 32:
         raise ValueError(f"{key} must lie in [2, 32], got {bits}.")

@@ -1,4 +1,4 @@
-"""Files that hold the grids of weights too: for Qualcomm's compilers, OpenPPL, Vitis AI and STPU."""
+"""File formats that also hold the grids of weights: for Qualcomm's compilers, OpenPPL, Vitis AI and STPU."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ def _weights_in(model: "onnx.ModelProto") -> set[str]:
 
 
 # ---- Qualcomm: the encodings that SNPE and QNN take by `--quantization_overrides`, JSON in the form of AIMET 0.6.1.
-# An encoding is a list with an entry for each channel. `offset` is the lowest code less the code of zero, so that `min` is
+# An encoding is a list with an entry for each channel. `offset` is the lowest integer minus the zero point, so that `min` is
 # `offset * scale`.
 
 VERSION = "0.6.1"

@@ -1,4 +1,4 @@
-"""Files of activations alone, whose targets compute the grids of weights from their values: TensorRT, Tengine and NNIE."""
+"""File formats for activations only; the targets derive the grids of weights from the values: TensorRT, Tengine and NNIE."""
 
 import re
 import struct
@@ -132,7 +132,7 @@ def _placed(encodings: Sequence[Encoding], model: "onnx.ModelProto") -> set[str]
 
 
 def _inputs(model: "onnx.ModelProto") -> Iterator[tuple[str, list[str]]]:
-    """Yield each node that has parameters, and its inputs that are not constants."""
+    """Yield each node with parameters, and its inputs that are not constant."""
     constants = {tensor.name for tensor in model.graph.initializer}
     constants |= {node.output[0] for node in model.graph.node if node.op_type == "Constant"}
     for node in model.graph.node:

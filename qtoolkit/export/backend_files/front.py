@@ -1,4 +1,4 @@
-"""encodings() and read_encodings(): write a model in the form of a vendor's own compiler, and read it again."""
+"""encodings() and read_encodings(): write a model for a vendor's own compiler, and read the files again."""
 
 import os
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ def encodings(
     dynamic_batch: bool = False,
     progress: bool = True,
 ) -> BackendFiles:
-    """Write a model for a target's own compiler: in float, with the grids of its tensors in a file beside it.
+    """Write a model for a target's own compiler: a float model, and a file with the grids of its tensors.
 
-    docs/backend_files.md has the files of each backend, and what they cannot hold. For a target that takes Q/DQ nodes,
-    `export_onnx` is better: its file holds everything. Each file is read again before it is written: it gives the same scales
-    and zero points. Weights are clipped to the ranges of their grids.
+    docs/backend_files.md lists the files of each backend and their limits. If the target accepts Q/DQ nodes, prefer
+    `export_onnx`, whose file holds every grid. Each file is parsed again before it is written, to check that it gives the same
+    scales and zero points. Weights are clipped to the ranges of their grids.
 
     Args:
         model: A calibrated or converted model, as `export_onnx` takes it. It is not changed.
-        backend: A name of `qtoolkit.backends`, or a Backend: whose files. The model may have been prepared for another one
-            whose grids the files hold.
+        backend: A name of `qtoolkit.backends`, or a Backend; it determines the files. A model prepared for another backend is
+            accepted if the files can hold its grids.
         example_inputs: A tuple of inputs, a mapping of keyword inputs, or one tensor.
-        path: Folder and name, to which each file adds its own ending: "out/net" gives "out/net_deploy_model.onnx".
+        path: Folder and base name. Each file adds its own suffix: "out/net" gives "out/net_deploy_model.onnx".
         opset: ONNX opset of the float model.
         input_names: Names of the file's inputs, as in `export_onnx`.
         output_names: Names of its outputs.
@@ -47,11 +47,11 @@ def encodings(
         progress: Show a progress bar.
 
     Returns:
-        The paths, and the encodings that are in the files.
+        The paths of the files, and the encodings in them.
 
     Raises:
-        ValueError: A grid that the file cannot hold, with its tensor; a tensor with two grids; a backend that has no files
-            of its own.
+        ValueError: The file cannot hold the grid of a tensor (the message names it), a tensor has two grids, or the backend has
+            no files of its own.
         RuntimeError: A quantizer saw no data, or torch's exporter cannot export the model.
         TypeError: The model has no quantizers.
         ImportError: The extra [onnx], or [openvino] for its files, is not installed.
@@ -86,17 +86,17 @@ def encodings(
 
 
 def read_encodings(backend: str | Backend, path: str | os.PathLike[str]) -> tuple[Encoding, ...]:
-    """Read the files that `encodings`, or another tool in the same form, wrote for a backend.
+    """Read the files for a backend, written by `encodings` or by another tool in the same format.
 
     Args:
         backend: The backend.
-        path: Folder and name of the files, without their endings.
+        path: Folder and base name of the files, without suffixes.
 
     Returns:
-        The encoding of each tensor. Names of quantizers are not in the files, nor are axes.
+        The encoding of each tensor. The files do not hold names of quantizers and axes.
 
     Raises:
-        ValueError: A file is not of the backend's form; the error names the place.
+        ValueError: A file does not have the backend's format; the error names the place.
         FileNotFoundError: There is no such file.
         ImportError: The extra [onnx] is not installed.
 

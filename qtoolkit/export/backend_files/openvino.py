@@ -1,7 +1,7 @@
-"""OpenVINO's own form: an IR (.xml and .bin) with FakeQuantize operations.
+"""OpenVINO's own format: an IR (.xml and .bin) with FakeQuantize operations.
 
-A FakeQuantize has a range and a number of levels. The CPU plugin computes in integers with 256 or 255 levels. A
-weight of fewer bits is clipped to its own codes, and its operation has 256 levels of the same step.
+A FakeQuantize has a range and a number of levels. The CPU plugin computes in integers with 256 or 255 levels. A weight of fewer
+bits is clipped to its own range, and its operation has 256 levels with the same step.
 """
 
 import tempfile
@@ -33,10 +33,10 @@ _LEVELS = 256
 
 
 class FakeQuantizeIR(Target):
-    """An IR whose FakeQuantize operations hold the grids."""
+    """An IR with FakeQuantize operations that hold the grids."""
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
-        """Write both files, after they have been read again."""
+        """Check that both files can be read again, then write them."""
         openvino = needed("openvino", "encodings", "openvino")
         found: list[Encoding] = []
         exported = export(lambda graph: found.extend(_write_operations(graph)))
@@ -55,7 +55,7 @@ class FakeQuantizeIR(Target):
 
 
 def _write_operations(model: onnx_ir.Model) -> list[Encoding]:
-    """Replace the placeholders by FakeQuantize operations; return the grids that these have, once for each tensor."""
+    """Replace the placeholders by FakeQuantize operations; return their grids, one for each tensor."""
     found: dict[str, Encoding] = {}
     for node in placeholders_in(model):
         encoding, source = placeholders.encoding_of(node), present(node.inputs[0], f"the input of {node.name!r}")
@@ -78,19 +78,19 @@ def _check(encoding: Encoding) -> None:
     if encoding.format != "int":
         raise ValueError(
             f"encodings: OpenVINO's IR cannot hold the grid of {encoding.tensor!r} (quantizer {encoding.quantizer!r}): it "
-            f"holds integer grids only, got format={encoding.format!r}; prepare with format='int'."
+            f"supports only integer grids, got format={encoding.format!r}; prepare with format='int'."
         )
 
 
 def _widened(weight: Encoding) -> Encoding:
-    """Return a grid of 8 bits with the step of a weight's own."""
+    """Return an 8-bit grid with the step of a weight's grid."""
     if weight.qmax - weight.qmin + 1 >= _LEVELS - 1:
         return weight
     return replace(weight, qmin=-128, qmax=127) if weight.qmin < 0 else replace(weight, qmax=255)
 
 
 def _written(encoding: Encoding, shape: Sequence[object]) -> Encoding:
-    """Return an encoding with a scale for each element of the range's bounds: the groups of a weight repeat theirs."""
+    """Return an encoding with one scale per element of the range's bounds; the scales of a group are repeated."""
     if encoding.group == 1 or encoding.axis is None:
         return encoding
     scale, zero_point = (

@@ -1,4 +1,4 @@
-"""The placeholders of quantizers in an exported graph: the encodings of their tensors, and the graph without them."""
+"""Read the encodings from the quantizer placeholders of an exported graph, and remove the placeholders."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,9 +17,9 @@ from qtoolkit.runtimes.execution import Array
 
 
 def encoding_of(node: onnx_ir.Node) -> Encoding | None:
-    """Return the encoding of the tensor that a placeholder quantizes; None for a bias, which has the grid of the sums.
+    """Return the encoding of the tensor that a placeholder quantizes; None for a bias, which uses the accumulator's grid.
 
-    Raises ValueError: its grid is computed from the input, or is one of small floats or of blocks.
+    Raises ValueError: its grid is computed from the input, has scales per block, or is a small float format.
     """
     how = rounding_of(node)
     if how.code_range == SUMS:
@@ -28,8 +28,8 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
     scale, zero_point = (constant_input(node, index) for index in (1, 2))
     if scale is None or how.format not in ("int", "nnie") or how.block_size > 0:
         raise ValueError(
-            f"encodings: {name or tensor.name!r} has scales of blocks or of each input, or numbers of a small float format, "
-            f"which no backend file can hold; export_onnx writes them where ONNX has them."
+            f"encodings: {name or tensor.name!r} has block-wise or dynamic scales, or a small float format, which backend "
+            "files cannot hold; use export_onnx, which supports the ones that exist in ONNX."
         )
     code_range = (-127, 127) if how.format == "nnie" else how.code_range
     scales = tuple(float(one) for one in scale.reshape(-1))
@@ -42,10 +42,10 @@ def encoding_of(node: onnx_ir.Node) -> Encoding | None:
 
 
 def remove(model: onnx_ir.Model) -> list[Encoding]:
-    """Remove the placeholders, and return the encodings by the names that their tensors then have.
+    """Remove the placeholders; return the encodings with the names of the tensors in the new graph.
 
-    Weights are clipped to the ranges of their grids, as the target would. Values up to half a step beyond an affine range
-    stay, so that a target that computes the grid from the values finds the same. Raises ValueError: a grid has no encoding,
+    Weights are clipped to the ranges of their grids, as the target would. Values up to half a step outside an affine range are
+    kept, so that a target that derives the grid from the values finds the same grid. Raises ValueError: a grid has no encoding,
     or a tensor has two.
     """
     found: dict[onnx_ir.Value, Encoding] = {}
@@ -64,7 +64,7 @@ def remove(model: onnx_ir.Model) -> list[Encoding]:
 
 
 def _take_out(node: onnx_ir.Node, source: onnx_ir.Value) -> onnx_ir.Value:
-    """Give the input of a placeholder to all that take its output; return the tensor that then has the encoding."""
+    """Replace the output of a placeholder by its input in all users; return the tensor that the encoding then belongs to."""
     graph, output = present(node.graph, f"the graph of {node.name!r}"), node.outputs[0]
     for user, index in tuple(output.uses()):
         user.replace_input_with(index, source)
@@ -96,7 +96,7 @@ def _check_only(known: Encoding | None, new: Encoding) -> None:
 
 
 def clip(source: onnx_ir.Value, encoding: Encoding, slack: float) -> None:
-    """Clip a constant to the range of its grid, where it lies more than `slack` steps beyond it."""
+    """Clip a constant to the range of its grid if it lies more than `slack` steps outside."""
     tensor = present(onnx_ir.convenience.get_const_tensor(source), f"the constant {encoding.tensor!r}")
     array = tensor.numpy()
     low, high, step = (
@@ -108,7 +108,7 @@ def clip(source: onnx_ir.Value, encoding: Encoding, slack: float) -> None:
 
 
 def along_axis(values: Array, encoding: Encoding, shape: Sequence[Any]) -> Array:
-    """Return values, one or one for each channel, in a shape that broadcasts to a tensor of this shape."""
+    """Return per-tensor or per-channel values in a shape that broadcasts to a tensor of this shape."""
     sizes = [1] * len(shape)
     if encoding.axis is None:
         return values.reshape(sizes)

@@ -1,4 +1,4 @@
-"""Target: what a backend's compiler takes."""
+"""Target: the files that a backend's compiler accepts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -15,11 +15,11 @@ Write = Callable[[Callable[["onnx_ir.Model"], None]], "onnx_ir.Model"]
 
 
 class Target(ABC):
-    """What a backend takes: its files are named by a path without an ending, and suffixes of their own."""
+    """The files that a backend accepts. Each file name is a base path plus a suffix."""
 
     @abstractmethod
     def write(self, export: Write, opset: int, path: Path) -> "BackendFiles":
-        """Write the files for what `export` returns, whose argument replaces the placeholders in the graph."""
+        """Write the files of the model that `export` returns; its argument replaces the placeholders in the graph."""
 
     @abstractmethod
     def read(self, path: Path) -> list[Encoding]:
@@ -28,7 +28,7 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class BackendFiles:
-    """What `encodings` returns.
+    """The result of `encodings`.
 
     Attributes:
         model: The file of the model.
@@ -42,18 +42,18 @@ class BackendFiles:
 
 
 def with_ending(path: Path, ending: str) -> Path:
-    """Return a path with an ending behind its name."""
+    """Return a path with a suffix appended to its name."""
     return path.with_name(path.name + ending)
 
 
 def check_same(title: str, held: Iterable[Encoding], read: Iterable[Encoding]) -> None:
-    """Raise RuntimeError unless a file, read again, has the encodings that it should hold."""
+    """Raise RuntimeError if a file, read again, does not have the expected encodings."""
     ours, theirs = ({encoding.tensor: encoding for encoding in encodings} for encodings in (held, read))
     differing = [
         n for n in ours.keys() | theirs.keys() if not (n in ours and n in theirs and ours[n].has_grid_of(theirs[n]))
     ]
     if differing:
         raise RuntimeError(
-            f"encodings: {title} does not hold the grids of {', '.join(sorted(differing))}: read back, they differ. This is a "
-            f"bug of qtoolkit; please report it with the model."
+            f"encodings: {title} does not hold the grids of {', '.join(sorted(differing))}: they differ when the file is read "
+            "again. This is a bug in qtoolkit; please report it with the model."
         )

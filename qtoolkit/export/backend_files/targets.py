@@ -23,13 +23,13 @@ from qtoolkit.export.files.reading import open_model
 from qtoolkit.export.passes.onnxruntime import CLIPS
 from qtoolkit.files import write_atomically
 
-# Ops whose output has all values of their input.
+# Ops that keep all values of their input.
 _REARRANGING = ops_where(lambda kind: kind.rearranges)
 
 
 @dataclass(frozen=True)
 class FloatModel(Target):
-    """An ONNX file in float, and files with the grids of its tensors."""
+    """A float ONNX file, and files with the grids of its tensors."""
 
     formats: tuple[Format, ...]  # the files of the grids, which all hold the same
     suffix: str = "_deploy_model.onnx"  # the end of the model's name
@@ -37,7 +37,7 @@ class FloatModel(Target):
     joins_relu: bool = False
 
     def write(self, export: Write, opset: int, path: Path) -> BackendFiles:
-        """Write the files, after each has been read again in memory."""
+        """Check in memory that each file can be read again, then write them."""
         removed: list[Encoding] = []
         exported = export(lambda graph: removed.extend(placeholders.remove(graph)))
         found = spread(exported, removed, self.joins_relu)
@@ -69,7 +69,7 @@ def _text_of(path: Path) -> str:
 
 
 def _checked_text(format: Format, encodings: Sequence[Encoding], model: onnx.ModelProto) -> str:
-    """Return the text of a file whose reader finds what was written."""
+    """Return the text of a file, after a check that its reader finds the written encodings."""
     held = format.held(encodings, model)
     text = format.write(held, model)
     check_same(format.title, held, format.read(text, model))
@@ -77,7 +77,7 @@ def _checked_text(format: Format, encodings: Sequence[Encoding], model: onnx.Mod
 
 
 def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_ir.Model) -> None:
-    """Warn of weights for which a target that computes their scales itself finds others."""
+    """Warn about weights for which the target derives other scales than the trained ones."""
     values = {name: value.const_value for name, value in model.graph.initializers.items()}
     other = [
         encoding.tensor
@@ -87,9 +87,9 @@ def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_
     ]
     if other:
         warnings.warn(
-            f"encodings: {format.title} has no scales of weights; the target computes them from the values, and finds others "
-            f"than the trained ones for {len(other)} weights: {some(other)}. The Q/DQ file of export_onnx "
-            f"holds the trained ones.",
+            f"encodings: {format.title} does not store weight scales: the target computes them from the values. For "
+            f"{len(other)} weights they differ from the trained scales: {some(other)}. The Q/DQ file of export_onnx stores "
+            "the trained scales.",
             stacklevel=4,  # the caller of encodings
         )
 
@@ -99,16 +99,17 @@ def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Seque
     left = [one.tensor for one in encodings if format.holds(one) and one.quantizer not in kept]
     if left:
         warnings.warn(
-            f"encodings: {format.title} has no entry for {', '.join(left)}: the target takes none for the ops that read them.",
+            f"encodings: {format.title} has no entry for {', '.join(left)}: the target accepts none for the ops that use "
+            "these tensors.",
             stacklevel=4,  # the caller of encodings
         )
 
 
-# ---- grids of tensors behind and before ops that move values: a compiler that looks up each tensor finds one there too
+# ---- grids of tensors before and after data movement ops: compilers look up a grid for each tensor
 
 
 def spread(model: onnx_ir.Model, encodings: Iterable[Encoding], joins_relu: bool) -> list[Encoding]:
-    """Return the encodings, and encodings of tensors that have the same values: with `joins_relu` also before a ReLU."""
+    """Return the encodings, and the encodings of tensors with the same values; with `joins_relu` also before a ReLU."""
     found = {encoding.tensor: encoding for encoding in encodings}
     nodes = [node for node in model.graph if not node.domain]
     for node in nodes:

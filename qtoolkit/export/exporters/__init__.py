@@ -1,1 +1,1 @@
-"""torch's two ONNX exporters, and what they record of a quantizing op."""
+"""torch's two ONNX exporters, and their translations of quantizing ops."""

@@ -1,4 +1,4 @@
-"""What a plain torch.onnx.export writes of a quantizing op: the pairs of `qtoolkit.export_onnx`, with float weights."""
+"""Translation of quantizing ops in a plain torch.onnx.export: the pairs of `qtoolkit.export_onnx`, with float weights."""
 
 import warnings
 from abc import abstractmethod
@@ -26,20 +26,20 @@ WITHOUT_INT4 = BLOCKS_OPSET - 1  # torch has no tensors of 4 bits: their codes a
 
 
 class _Plain(PairForm[V]):
-    """Writes the nodes of one call, whose scale may be computed in the file."""
+    """Writes the nodes of one call; its scale may be computed in the file."""
 
     def __init__(self, opset: int, how: Rounding, shape: Sequence[int]) -> None:
         super().__init__(how, shape)
         if how.format != "int" and how.format not in FLOATS:
             raise ValueError(
-                f"torch.onnx.export: format={how.format!r} has no node in ONNX; qtoolkit.export.encodings writes the float "
-                f"model and the ranges for the target's own compiler."
+                f"torch.onnx.export: ONNX has no node for format={how.format!r}; use qtoolkit.export.encodings, which writes "
+                "the float model and the ranges for the target's own compiler."
             )
         least = _least_opset(how)
         if opset < least:
             raise ValueError(
-                f"torch.onnx.export: {_described(how)} needs opset {least} or newer, got {opset}; pass "
-                f"opset_version={least}, or write the file by qtoolkit.export_onnx, which chooses the opset."
+                f"torch.onnx.export: {_described(how)} needs opset {least} or newer, got {opset}; pass opset_version={least}, "
+                "or use qtoolkit.export_onnx, which chooses the opset."
             )
         self.storage = storage_of(how.format, *how.code_range, min(opset, WITHOUT_INT4), constant=False)
 
@@ -49,7 +49,7 @@ class _Plain(PairForm[V]):
 
     def write(self, x: V, dtype: DataType, scale: V, zero_point: V | None) -> V:
         if dtype == DataType.DOUBLE:
-            raise ValueError("torch.onnx.export: QuantizeLinear takes no float64; export model.float().")
+            raise ValueError("torch.onnx.export: QuantizeLinear does not support float64; export model.float().")
         wide = x if dtype == DataType.FLOAT else self.node_of("Cast", x, to=DataType.FLOAT)
         zero = self.zeros(scale) if zero_point is None else self.node_of("Cast", zero_point, to=self.storage.dtype)
         grid = (scale,) if self.code_range == SUMS else (scale, zero)
@@ -62,7 +62,7 @@ def _least_opset(how: Rounding) -> int:
 
 
 def _described(how: Rounding) -> str:
-    codes = f"codes in {list(how.code_range)}" if how.format == "int" else f"format={how.format!r}"
+    codes = f"integers in {list(how.code_range)}" if how.format == "int" else f"format={how.format!r}"
     return f"a quantizer with {codes}{f' in blocks of {how.block_size}' if how.block_size else ''}"
 
 
@@ -102,9 +102,9 @@ def written_by_dynamo(
     axis: int | None,
     *blocks: int,
 ) -> Tensor:
-    """Return the values of a call, recorded as nodes of ONNX.
+    """Record a call as ONNX nodes; return the outputs.
 
-    What torch.export records cannot depend on the opset of the file, which only torch.onnx.export knows.
+    The recorded nodes cannot depend on the opset of the file: torch.export does not know it.
     """
     how = Rounding(format, code_range, axis, *blocks)
     opset = _least_opset(how) if format in ("int", *FLOATS) else 0
@@ -139,20 +139,20 @@ class _Graph(_Plain[Value]):
 
 
 def op_in_torchscript(g: "GraphContext", op: str, *inputs: Value, **attributes: Any) -> Value:
-    """Write a node into a graph of the TorchScript exporter; the names of attributes end in their types, as in `axis_i`."""
+    """Write a node into a graph of the TorchScript exporter. Attribute names end in their type, as in `axis_i`."""
     output: Value = g.op(op, *inputs, **attributes)
     return output
 
 
 def written_by_torchscript(g: "GraphContext", opset: int, inputs: Sequence[Value], how: Rounding) -> Value:
-    """Return the values of a call as nodes of a graph of the TorchScript exporter."""
+    """Write a call as nodes of a TorchScript exporter's graph; return the output."""
     x, scale, *zero_point = inputs
     dtype, sizes = type_in_torchscript(x)
     return _Graph(g, opset, how, sizes or ()).write(x, dtype, scale, zero_point[0] if zero_point else None)
 
 
 def type_in_torchscript(x: Value) -> tuple[DataType, list[int] | None]:
-    """Return the type of a floating point tensor of the TorchScript exporter, and its sizes; None where one varies."""
+    """Return the type and sizes of a floating-point tensor of the TorchScript exporter; a dynamic size is None."""
     kind = x.type()
     sizes = kind.sizes() if isinstance(kind, torch.TensorType) else None
     return from_torch_dtype(present(kind.dtype(), "the type of a tensor")), sizes

@@ -1,7 +1,7 @@
-"""Quantizers of parameters and buffers stay out of the graph that torch records, and return when it is an ONNX graph.
+"""Keep the quantizers of parameters and buffers out of the graph that torch records; add them to the ONNX graph later.
 
-For a model with quantizers, most nodes of that graph would compute constants, and torch.onnx.export takes milliseconds for each
-node. In place of a quantized constant, the graph has the constant itself, as a buffer of its own.
+Otherwise most nodes of the recorded graph compute constants, and torch.onnx.export takes milliseconds per node. The recorded
+graph has a buffer in place of each quantized constant.
 """
 
 import inspect
@@ -29,14 +29,14 @@ class _Call:
     """The call of a quantizing op on a constant."""
 
     kept: str  # the name of the buffer that stands for its result
-    # the dotted names of its tensors: the constant, the scale, and the zero point if there is one; "" of computed ones
+    # the dotted names of its tensors: the constant, the scale, and the zero point if it exists; "" for computed tensors
     names: Sequence[str]
     tensors: Sequence[Tensor]  # their values
     settings: Arguments  # its other arguments by name
 
 
 class QuantizedConstants:
-    """The quantized constants of a converted model; `run` runs it once, which shows them."""
+    """The quantized constants of a converted model; `run` runs the model once to find them."""
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
         self._model = model
@@ -47,7 +47,7 @@ class QuantizedConstants:
 
     def _recording(self, method: "_Quantizing") -> Callable[[Tensor], Tensor]:
         def record(x: Tensor, *args: LayerCall) -> Tensor:
-            """Call the method, and note the call, unless the method has quantized another constant or an activation."""
+            """Call the method and record the call, unless the method quantizes several constants or an activation."""
             with _Ops() as ops:
                 y = method.call(x, *args)
             call = self._call_in(ops.calls)
@@ -59,7 +59,7 @@ class QuantizedConstants:
         return record
 
     def _call_in(self, calls: Sequence[Arguments]) -> _Call | None:
-        """Return the call that is all that a quantizer does; None if it does more, or not to a constant."""
+        """Return the only call of a quantizer; None if it has several calls or does not quantize a constant."""
         if len(calls) != 1:
             return None
         tensors = [value.detach() for value in calls[0].values() if isinstance(value, Tensor)]
@@ -71,7 +71,7 @@ class QuantizedConstants:
 
     @contextmanager
     def kept_out(self) -> Iterator[None]:
-        """Let each quantizer of a constant return the buffer that stands for its result, for the duration of a `with` block."""
+        """Let each quantizer of a constant return a buffer in place of its result within a `with` block."""
         calls = {method: call for method, call in self._calls.items() if call is not None}
         for call in calls.values():
             self._model.register_buffer(call.kept, call.tensors[0])
@@ -94,7 +94,7 @@ class QuantizedConstants:
         return kept
 
     def put_back(self, model: onnx_ir.Model) -> None:
-        """Add the placeholders of the quantizers to a file's graph, which has the buffers as its initializers."""
+        """Add the placeholders of the quantizers to a file's graph; the buffers are its initializers."""
         graph, first = model.graph, model.graph[0]
         for call in self._calls.values():
             x = None if call is None else graph.initializers.pop(call.kept, None)
@@ -145,7 +145,7 @@ def _quantizing(model: nn.Module) -> Iterator[_Quantizing]:
 
 @contextmanager
 def _replaced(methods: Mapping[_Quantizing, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Replace methods for the duration of a `with` block."""
+    """Replace methods within a `with` block."""
     for method, function in methods.items():
         # Not by setattr: in the module's own dict the function hides the method, and `del` brings the method back.
         vars(method.module)[method.name] = function
@@ -157,7 +157,7 @@ def _replaced(methods: Mapping[_Quantizing, Callable[[Tensor], Tensor]]) -> Iter
 
 
 class _Ops(TorchFunctionMode):
-    """The calls of quantizing ops in a `with` block, each as its arguments by name."""
+    """The calls of quantizing ops in a `with` block: the arguments of each by name."""
 
     def __init__(self) -> None:
         super().__init__()

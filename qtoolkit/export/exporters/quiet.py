@@ -1,4 +1,4 @@
-"""Messages of the libraries under the exporters, and under the linter of files, that are not the user's business."""
+"""Messages of libraries used by the exporters and the linter that are irrelevant to users."""
 
 import logging
 import warnings

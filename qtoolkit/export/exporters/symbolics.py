@@ -1,4 +1,4 @@
-"""The symbolic functions by which the TorchScript exporter writes quantizing ops."""
+"""Symbolic functions with which the TorchScript exporter writes quantizing ops."""
 
 import functools
 from collections.abc import Callable, Sequence

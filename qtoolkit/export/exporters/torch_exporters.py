@@ -1,4 +1,4 @@
-"""torch's two ONNX exporters. Both return an onnx_ir.Model whose placeholders say which quantizer each is."""
+"""torch's two ONNX exporters. Both return an onnx_ir.Model with placeholders that name their quantizers."""
 
 import os
 import tempfile
@@ -27,8 +27,8 @@ from qtoolkit.shared_modules import names_by_module
 WRAPPED = "model"
 # What follows the advice to use the other exporter.
 IF_THAT_FAILS = (
-    " If that fails too, torch cannot export the op, not even from a float model: compute it by other ops, or export the "
-    "submodules before and after it, which qtoolkit.prepare_parts quantizes."
+    " If that fails too, torch cannot export the op, not even in a float model: replace it by other ops, or quantize the "
+    "submodules before and after it with qtoolkit.prepare_parts and export them."
 )
 
 
@@ -44,12 +44,12 @@ class ExportRequest:
 
     @property
     def what(self) -> str:
-        """The public function, with which errors begin."""
+        """The name of the public function, for error messages."""
         return self.inputs.what
 
     @torch.no_grad()
     def run(self) -> object:
-        """Return what the model computes of its inputs."""
+        """Return the outputs of the model for its inputs."""
         with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"):
             return self.model(*self.inputs.args, **self.inputs.kwargs)
 
@@ -72,24 +72,24 @@ def _export_dynamo(request: ExportRequest) -> onnx_ir.Model:
 
 
 def _check_asked(asked: Sequence[tuple[object, str]], what: str) -> None:
-    """Warn of branches on dynamic sizes, which the file does not check.
+    """Warn about branches on dynamic sizes, which the file does not check.
 
-    Raises RuntimeError: the file would compute with a number that Python has from a dynamic size.
+    Raises RuntimeError: a Python number computed from a dynamic size would become a constant in the file.
     """
     remedy = (
-        "leave that dimension constant (dynamic_batch=False, or no entry in dynamic_shapes), or prepare with that submodule in "
+        "make that dimension static (dynamic_batch=False, or no entry in dynamic_shapes), or prepare with that submodule in "
         "untraced"
     )
     for value, where in asked:
         if not isinstance(value, bool):
             raise RuntimeError(
-                f"{what}: Python uses a number that follows from a dynamic size, at {where}: the file would have {value!r}, "
-                f"that of the example inputs, for all sizes; {remedy}."
+                f"{what}: a Python number depends on a dynamic size, at {where}: the file would use {value!r}, its value for "
+                f"the example inputs, for all sizes; {remedy}."
             )
     if asked:
         warnings.warn(
-            f"{what}: Python branches on a dynamic size, at {asked[0][1]}: the file has the branch of the example inputs for "
-            f"all sizes, and does not check them; {remedy}.",
+            f"{what}: Python branches on a dynamic size, at {asked[0][1]}: the file contains only the branch for the example "
+            f"inputs, and does not check sizes; {remedy}.",
             stacklevel=6,  # the caller of export_onnx, whose decorator has a frame too
         )
 
@@ -126,24 +126,24 @@ def _describe_failure(model: nn.Module, error: Exception) -> str:
             reason = reason.__cause__
         return f"exporter='dynamo' cannot export the model ({first_line(reason)}); use exporter='torchscript'.{IF_THAT_FAILS}"
     return (
-        f"torch.export cannot export {type(model).__name__} ({first_line(error.__cause__ or error)}). If its "
-        f"forward branches on values, use exporter='torchscript': it exports the branches that the example inputs take; export "
-        f"one file for each."
+        f"torch.export cannot export {type(model).__name__} ({first_line(error.__cause__ or error)}). If its forward branches "
+        "on values, use exporter='torchscript', which exports the branch that the example inputs take; export one file for "
+        "each branch."
     )
 
 
 def _describe_constants(error: object) -> str:
     found = [line.strip(" -.") for line in str(error).splitlines() if "static shape" in line]
     return (
-        f"the model computes with a constant in place of a dimension that should be dynamic ({found[0]}); write "
-        f"that code by the size of a tensor, as in x.view(x.size(0), -1), or leave the dimension constant."
+        f"the model uses a constant in place of a dimension that should be dynamic ({found[0]}); use the size of a tensor "
+        "there, as in x.view(x.size(0), -1), or make the dimension static."
     )
 
 
 class _Wrapper(nn.Module):
-    """Calls a model with the tensors of its inputs, which are all that the TorchScript exporter names.
+    """Calls a model with the tensors of its inputs: the TorchScript exporter names only tensors.
 
-    It also hides the `graph` attribute of a model, which that exporter would take for a TorchScript graph.
+    It also hides the `graph` attribute of a model, which that exporter would mistake for a TorchScript graph.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
@@ -194,7 +194,7 @@ def _torchscript_proto(request: ExportRequest, axes: Mapping[str, dict[int, str]
                 raise
             raise RuntimeError(
                 f"{request.what}: the TorchScript exporter cannot write an output that does not depend on the inputs "
-                f"({str(error).partition(' (')[0]}); use exporter='dynamo', or export a module that does not return it."
+                f"({str(error).partition(' (')[0]}); use exporter='dynamo', or export a module without this output."
             ) from error
         return onnx.load(file)
 
@@ -212,7 +212,7 @@ def _names_of_axes(request: ExportRequest) -> dict[str, dict[int, str]]:
 
 
 def _name_axes(model: onnx_ir.Model, axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Give the dynamic dimensions their names, which torch.onnx.export leaves out where an input is not a tensor."""
+    """Name the dynamic dimensions; torch.onnx.export omits the names if an input is not a tensor."""
     names = {}
     for value, named in zip(model.graph.inputs, axes.values(), strict=False):
         for axis, name in named.items():
@@ -227,7 +227,7 @@ def _name_axes(model: onnx_ir.Model, axes: Mapping[str, Mapping[int, str]]) -> N
 
 
 def _add_unused_inputs(model: onnx_ir.Model, inputs: Inputs, axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Add the inputs that no node takes, which the TorchScript exporter drops: the file takes what forward takes."""
+    """Add the unused inputs, which the TorchScript exporter drops: the file has the same inputs as forward."""
     values = {value.name: value for value in model.graph.inputs}
     for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
         if name not in values:
@@ -239,13 +239,13 @@ def _add_unused_inputs(model: onnx_ir.Model, inputs: Inputs, axes: Mapping[str, 
 
 
 def _quantizers_of_scales(model: nn.Module) -> dict[str, str]:
-    """Map every dotted name of each scale to the first of its quantizer. Exporters may use any name of a shared module."""
+    """Map every dotted name of each scale to the first name of its quantizer. Exporters may use any name of a shared module."""
     quantizers = (names for module, names in names_by_module(model).items() if isinstance(module, Grid))
     return {f"{name}.scale": names[0] for names in quantizers for name in names}
 
 
 def _name_by_quantizers(model: onnx_ir.Model, quantizers: Mapping[str, str]) -> None:
-    """Note in each placeholder the quantizer whose scale it reads."""
+    """Record in each placeholder the quantizer of its scale."""
     for node in placeholders_in(model):
         scale = node.inputs[1]
         quantizer = quantizers.get(scale.name or "") if scale is not None else None

@@ -1,4 +1,4 @@
-"""Translation of quantizing ops by both of torch's exporters: each call becomes one placeholder node.
+"""Translation of quantizing ops for both torch exporters: each call becomes one placeholder node.
 
 The placeholder, `qtoolkit::FakeQuant`, has the op's arguments as attributes. `qtoolkit.export.pairs.lowering` replaces it by
 QuantizeLinear and DequantizeLinear once the model has its final opset, for both exporters alike.
@@ -32,19 +32,19 @@ _OPSET = onnxscript.opset18  # the first of the translations in torchlib
 
 
 def placeholders_in(model: onnx_ir.Model) -> list[onnx_ir.Node]:
-    """Return the placeholders of a model, those in the bodies of its nodes too."""
+    """Return the placeholders of a model, including its subgraphs."""
     return [node for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph) if node.domain == DOMAIN]
 
 
 def keep_quantizers(model: onnx_ir.Model) -> None:
-    """Make the notes on placeholders attributes, which survive conversions; before that, equal placeholders are merged."""
+    """Store the metadata of placeholders as attributes, which survive conversions; merge equal placeholders before."""
     for node in placeholders_in(model):
         if QUANTIZER in node.metadata_props:
             node.attributes[QUANTIZER] = onnx_ir.AttrString(QUANTIZER, node.metadata_props[QUANTIZER])
 
 
 def _attributes(dtype: DataType, shape: Iterable[object], how: Rounding) -> dict[str, int | str | Sequence[int]]:
-    """Return the placeholder's attributes; sizes that vary are -1, and absent values are left out."""
+    """Return the placeholder's attributes; dynamic sizes are -1, and absent values are omitted."""
     sizes = [size if isinstance(size, int) else -1 for size in shape]
     values = (int(dtype), sizes, how.format, *how.code_range, how.axis, how.group, how.block_size)
     given = dict(zip(("dtype", "shape", "format", "qmin", "qmax", *CHANNELS), values, strict=True))
@@ -52,7 +52,7 @@ def _attributes(dtype: DataType, shape: Iterable[object], how: Rounding) -> dict
 
 
 def rounding_of(placeholder: onnx_ir.Node) -> Rounding:
-    """Return how the call of a placeholder rounds, by its attributes."""
+    """Return the rounding parameters of a placeholder from its attributes."""
     given = {key: attribute.value for key, attribute in placeholder.attributes.items()}
     channels = given.get("axis"), given.get("group", 1), given.get("block_size", 0)
     return Rounding(given["format"], (given["qmin"], given["qmax"]), *channels)

@@ -1,4 +1,4 @@
-"""Ops that ONNX does not have, which torch's exporters refuse or change without a word: pools of own divisors, for example."""
+"""Ops that torch's exporters refuse or silently change because ONNX lacks them, such as pools with `divisor_override`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,17 +32,17 @@ USUAL_THRESHOLD = 20  # of a softplus, beyond which it is its input: the differe
 
 
 class OpsWritten(TorchFunctionMode):
-    """Write ops by what ONNX has while exporters record a model, and note those for which it has nothing.
+    """Replace ops that ONNX lacks while exporters record a model, and note the ones without a replacement.
 
-    Pools with `divisor_override` become pools that divide by their window, times a factor; with `ceil_mode` too,
-    ValueError: the windows beyond the edge would need factors of their own. A `ceil_mode` that adds no window is left out:
-    ONNX would add one in the padding, where torch has none. `constant_sizes` says that images have the sizes of the example
-    inputs, which torch.jit.trace does not tell. The windows of an adaptive pool, and of a resize in the mode "area", follow the
-    size of its input, and exporters write the windows of the example inputs. A softplus with a threshold of its own becomes a
-    choice of two tensors ("torchscript" drops it). An LSTM that projects its states is refused ("dynamo" drops the projection).
-    A resize to the nearest pixel whose quotients a file rounds to others takes its pixels by index. An attention without heads
-    gets one ("dynamo" takes no others), and returns zeros where its mask leaves a query no key (exporters write the mean of
-    the values). Errors begin with `what`.
+    - A pool with `divisor_override` becomes an average pool times a factor. With `ceil_mode` too it raises ValueError: the
+      windows at the edge would need other factors.
+    - A `ceil_mode` that adds no window is dropped: ONNX would add a window in the padding.
+    - The windows of an adaptive pool, and of a resize in the mode "area", depend on the size of the input, but exporters write
+      the windows of the example inputs: `constant_sizes` says that sizes are static, which torch.jit.trace does not tell. - A
+      softplus with a threshold becomes a choice of two tensors ("torchscript" drops the threshold). - An LSTM with `proj_size`
+      raises ValueError ("dynamo" drops the projection). - A nearest-pixel resize for which the file would round to other pixels
+      becomes an indexing op. - An attention without heads gets one head ("dynamo" requires it), and returns zeros for a query
+      whose keys are all masked (exporters write the mean of the values). Errors begin with `what`.
     """
 
     def __init__(self, what: str, constant_sizes: bool) -> None:
@@ -78,20 +78,20 @@ class OpsWritten(TorchFunctionMode):
             self._follows_sizes.append(f"an adaptive pool to {output_size}")
 
     def _check_states(self, _: Tensor, states: object, *__: object) -> None:
-        """Raise ValueError for an LSTM that projects its states; a packed sequence has its sizes in place of them."""
+        """Raise ValueError for an LSTM with `proj_size`; a packed sequence has batch sizes in place of the states."""
         if isinstance(states, tuple | list) and states[0].shape[-1] != states[1].shape[-1]:
             raise ValueError(
-                f"{self.what}: an LSTM with proj_size={int(states[0].shape[-1])} has no form in ONNX; quantize the layer, "
-                f"which is then written step by step, or set proj_size=0 and put a Linear behind it."
+                f"{self.what}: an LSTM with proj_size={int(states[0].shape[-1])} cannot be expressed in ONNX; quantize the "
+                "layer, which is then written step by step, or set proj_size=0 and add a Linear after it."
             )
 
     def check(self) -> None:
-        """Raise ValueError if a window that was written as a constant follows a dynamic size."""
+        """Raise ValueError if a window that was written as a constant depends on a dynamic size."""
         if self._follows_sizes:
             raise ValueError(
-                f"{self.what}: {self._follows_sizes[0]} has windows that follow the size of its input, which is dynamic, and "
-                f"ONNX has no such op; leave that dimension constant, pool to one value (x.mean((2, 3), keepdim=True)), or "
-                f"resize by torch.nn.functional.interpolate in the mode 'bilinear'."
+                f"{self.what}: {self._follows_sizes[0]} has windows that depend on a dynamic input size, which ONNX does not "
+                "support; make that dimension static, pool to one value (x.mean((2, 3), keepdim=True)), or resize with "
+                "torch.nn.functional.interpolate in the mode 'bilinear'."
             )
 
     def _softplus(self, input: Tensor, beta: float = 1, threshold: float = USUAL_THRESHOLD) -> Tensor:
@@ -119,10 +119,10 @@ class OpsWritten(TorchFunctionMode):
     def _resize(
         self, input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *args: Any, **named: Any
     ) -> Tensor:
-        """Return a resized image; by the indices of its pixels where ONNX's Resize would take others for the nearest ones.
+        """Return a resized image; pixels are indexed if ONNX's Resize would choose other nearest pixels.
 
-        Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is
-        below 7.
+        Resize divides by the scale in float32, and torch multiplies by its inverse: with 16 of 56 pixels, 2 / 0.285714 is below
+            7.
         """
         if mode == "area" and any(isinstance(length, torch.SymInt) for length in input.shape[2:]):
             self._follows_sizes.append("a resize in the mode 'area'")
@@ -155,8 +155,8 @@ class OpsWritten(TorchFunctionMode):
             return pool(input, kernel_size, stride, padding, ceil_mode, count_include_pad)
         if ceil_mode:
             raise ValueError(
-                f"{self.what}: an average pool with divisor_override={divisor_override} and ceil_mode=True has no form in "
-                f"ONNX; pad its input by torch.nn.functional.pad, and set ceil_mode=False."
+                f"{self.what}: an average pool with divisor_override={divisor_override} and ceil_mode=True cannot be expressed "
+                "in ONNX; pad its input with torch.nn.functional.pad, and set ceil_mode=False."
             )
         window = [kernel_size] if isinstance(kernel_size, int) else kernel_size
         factor: float = math.prod(window) ** (DIMENSIONS[pool] // len(window)) / divisor_override
@@ -165,7 +165,7 @@ class OpsWritten(TorchFunctionMode):
     def _with_needed_ceil_mode(
         self, pool: Callable[..., Tensor], args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return a pool's arguments, without `ceil_mode` where the sizes are known and the result is as large without it."""
+        """Return a pool's arguments, without `ceil_mode` if the sizes are known and the output has the same size without it."""
         dimensions, position = WINDOWED[pool]
         given = (*args[:position], False, *args[position + 1 :]) if len(args) > position else args
         more = named if len(args) > position else {**named, "ceil_mode": False}
@@ -177,7 +177,7 @@ class OpsWritten(TorchFunctionMode):
 
 
 def _nearest(old: int, new: int, factor: float | None) -> tuple[Array, Array]:
-    """Return the pixels that torch takes, and Resize's. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
+    """Return the pixels that torch and Resize choose. Source: aten/src/ATen/native/UpSample.h, nearest_idx."""
     places = np.arange(new, dtype=np.float32)
     step = np.float32(1 / factor) if factor else np.float32(old) / np.float32(new)
     scale = np.float32(factor) if factor else np.float32(new) / np.float32(old)

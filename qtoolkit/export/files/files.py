@@ -1,4 +1,4 @@
-"""ONNX files: saved, with the weights of large models beside them, checked, and run in onnxruntime."""
+"""ONNX files: save them, with separate weight files for large models; check them; run them in onnxruntime."""
 
 import os
 import tempfile
@@ -31,7 +31,7 @@ LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less t
 
 
 def save(model: onnx_ir.Model, folder: Path, weights: str) -> tuple[Path, Path | None]:
-    """Save a model in a folder; return its file, and the file of its weights (with the given name) if one cannot hold both."""
+    """Save a model in a folder; return its file, and a weight file with the given name if one file is too small for both."""
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     path = folder / "model.onnx"
     if size <= LARGEST_FILE:
@@ -42,7 +42,7 @@ def save(model: onnx_ir.Model, folder: Path, weights: str) -> tuple[Path, Path |
 
 
 def weights_of(path: Path) -> set[str]:
-    """Return the names of the files beside a path that hold the weights of the model there, as `save` names them."""
+    """Return the names of the external weight files of the model at a path, as `save` names them."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     names = {name for name in _weight_names(path) if path.with_name(name).is_file()}
@@ -56,7 +56,7 @@ def weights_of(path: Path) -> set[str]:
 
 
 def free_name(path: Path, used: Set[str]) -> str:
-    """Return a name for the weights of a new model at a path, which are written while the old model still uses its own."""
+    """Return a name for the weight file of a new model; the old model at the path still uses its own while it is written."""
     return next(name for name in _weight_names(path) if name not in used)
 
 
@@ -66,10 +66,10 @@ def _weight_names(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def replacing_model(model: onnx_ir.Model, path: Path, opset: int, what: str) -> Iterator[tuple[Path, ...]]:
-    """Save a model in a folder of its own, and let it replace what is at a path at the end of a `with` block.
+    """Save a model in a temporary folder, and move it to a path at the end of a `with` block.
 
-    Yields its file, and the file of its weights if there is one. If the block raises, what was at the path stays. Raises
-    RuntimeError, which begins with `what`: the file is no valid ONNX.
+    Yields its file, and its weight file if there is one. If the block raises, the existing file at the path is kept. Raises
+    RuntimeError, which begins with `what`: the file is not valid ONNX.
     """
     with tempfile.TemporaryDirectory() as folder:
         old = weights_of(path)
@@ -84,7 +84,7 @@ def replacing_model(model: onnx_ir.Model, path: Path, opset: int, what: str) -> 
 
 
 def check_file(path: Path, opset: int, what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, for a file that is no valid ONNX."""
+    """Raise RuntimeError, which begins with `what`, if a file is not valid ONNX."""
     try:
         onnx.checker.check_model(path, full_check=True)
     except (ValidationError, InferenceError) as error:
@@ -104,7 +104,7 @@ class OpenedFile:
 
     @classmethod
     def of(cls, model: onnx.ModelProto | str | os.PathLike[str]) -> "OpenedFile":
-        """Open a model, or the file at a path; weights in a file of their own are not read."""
+        """Open a model, or the file at a path; external weights are not read."""
         if isinstance(model, onnx.ModelProto):
             return cls(model)
         proto = onnx.load(str(model), load_external_data=False)
@@ -116,7 +116,7 @@ class OpenedFile:
         return any(tensor.data_type == TensorProto.FLOAT16 for tensor in self.proto.graph.initializer)
 
     def run(self, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Array]:
-        """Run the model without graph optimizations; return its inputs and outputs, and the tensors of these names.
+        """Run the model without graph optimizations; return its inputs and outputs, and the tensors with these names.
 
         Raises RuntimeError: onnxruntime cannot run it.
         """
@@ -128,27 +128,27 @@ class OpenedFile:
             found = session.run(outputs, feeds)
         except Exception as error:  # onnxruntime's errors have no base class of their own
             raise RuntimeError(
-                f"verify_onnx: onnxruntime cannot run the file on these inputs: {first_line(error)}. If they are like those "
-                f"of the export, torch's exporter has written an op wrongly, or onnxruntime does not run this op; see "
-                f"whether it runs a file of the float model. Try another exporter; export the submodules before and "
-                f"after the op, which qtoolkit.prepare_parts quantizes; or quantize the model by "
-                f"qtoolkit.quant_modules.replace, which writes recurrent layers step by step."
+                f"verify_onnx: onnxruntime cannot run the file on these inputs: {first_line(error)}. If they have the dtypes "
+                "and sizes of the example inputs, torch's exporter has written an op wrongly, or onnxruntime does not support "
+                "this op; check whether it runs a file of the float model. Try the other exporter; or quantize the submodules "
+                "before and after the op with qtoolkit.prepare_parts and export them; or quantize the model with "
+                "qtoolkit.quant_modules.replace, which writes recurrent layers step by step."
             ) from error
         values = {**constants, **feeds, **dict(zip(outputs, found, strict=True))}
         kinds = _small_floats(self.proto.graph)
         return {name: _places(array.astype(kinds.get(name, array.dtype))) for name, array in values.items()}
 
     def taken(self, inputs: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return inputs as the file takes them: of float32, in float16 where it takes float16 (keep_io_types=False).
+        """Return inputs in the types of the file: float32 inputs are cast if it takes float16 (keep_io_types=False).
 
-        Raises ValueError, which begins with `what`, for inputs of another number, dtype or size.
+        Raises ValueError, which begins with `what`, if the number, dtypes or sizes of the inputs do not match.
         """
         stored = {tensor.name for tensor in self.proto.graph.initializer}
         taken = [value for value in self.proto.graph.input if value.name not in stored]
         if len(taken) != len(inputs):
             raise ValueError(
                 f"{what}: the file takes {len(taken)} tensors ({', '.join(value.name for value in taken)}), got {len(inputs)}; "
-                f"pass inputs like those of the export."
+                "pass inputs like the example inputs of the export."
             )
         result = []
         for value, given in zip(taken, inputs, strict=True):
@@ -163,8 +163,8 @@ class OpenedFile:
                 raise ValueError(
                     f"{what}: input {value.name!r} of the file is {DataType(kind.elem_type).numpy()} of shape "
                     f"({', '.join(map(str, sizes))}), got {str(x.dtype).removeprefix('torch.')} of shape "
-                    f"({', '.join(map(str, x.shape))}); pass inputs like those of the export, or export with "
-                    f"dynamic_batch=True or dynamic_shapes."
+                    f"({', '.join(map(str, x.shape))}); pass inputs like the example inputs of the export, or export with "
+                    "dynamic_batch=True or dynamic_shapes."
                 )
             result.append(x)
         return result
@@ -213,13 +213,13 @@ class OpenedFile:
             return onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's errors have no base class of their own
             raise RuntimeError(
-                f"verify_onnx: onnxruntime cannot run the file on the CPU: {first_line(error)}. If the target can, pass "
-                f"verify=False to write it without verification; models in float32 run everywhere."
+                f"verify_onnx: onnxruntime cannot run the file on the CPU: {first_line(error)}. If the target can run it, pass "
+                "verify=False to write the file without verification; float32 models run everywhere."
             ) from error
 
 
 def refusal_of_default_session(path: Path, inputs: Sequence[Tensor]) -> str:
-    """Return why onnxruntime does not run a file on inputs in a session without options, as users open it; "" if it does."""
+    """Return why onnxruntime does not run a file on inputs in a default session; "" if it does."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -233,13 +233,13 @@ def refusal_of_default_session(path: Path, inputs: Sequence[Tensor]) -> str:
 
 
 def _feeds(session: "onnxruntime.InferenceSession", inputs: Sequence[Tensor]) -> dict[str, Array]:
-    """Return the inputs of a session by their names."""
+    """Return the inputs of a session by name."""
     names = [value.name for value in session.get_inputs()]
     return {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)}
 
 
 def _take_out_weights(model: onnx.ModelProto) -> dict[str, Array]:
-    """Replace the data of large weights in a model by a reference, and return their arrays: a string would hold them again."""
+    """Replace the data of large weights in a model by a reference, and return their arrays: this avoids a second copy."""
     weights = {}
     for tensor in model.graph.initializer:
         shared = helper.tensor_dtype_to_np_dtype(tensor.data_type).isbuiltin  # others have no type in numpy itself
@@ -252,7 +252,7 @@ def _take_out_weights(model: onnx.ModelProto) -> dict[str, Array]:
 
 
 def _widen(graph: onnx.GraphProto, names: Sequence[str]) -> None:
-    """Return codes that numpy has no type for in a type that it has: under their names, as the output of a Cast."""
+    """Cast quantized values of types that numpy lacks to a type that it has, under the same names."""
     wide = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
     wide |= dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), TensorProto.FLOAT)
     dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -267,7 +267,7 @@ def _widen(graph: onnx.GraphProto, names: Sequence[str]) -> None:
 
 
 def _small_floats(graph: onnx.GraphProto) -> dict[str, np.dtype[Any]]:
-    """Return the type of the codes of each QuantizeLinear in a small float format, by the name of its output."""
+    """Return the output type of each QuantizeLinear in a small float format, by the name of its output."""
     kinds = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
     dtypes = {t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in graph.initializer if t.data_type in kinds}
     quantizers = (node for node in graph.node if node.op_type == "QuantizeLinear")
@@ -275,12 +275,12 @@ def _small_floats(graph: onnx.GraphProto) -> dict[str, np.dtype[Any]]:
 
 
 def _zero_point(node: onnx.NodeProto) -> str:
-    """Return the name of the zero point of a QuantizeLinear; "" where it has none, which is 0 of uint8."""
+    """Return the name of the zero point of a QuantizeLinear; "" if it has none (the default is a uint8 0)."""
     return node.input[2] if len(node.input) > 2 else ""
 
 
 def _places(codes: Array) -> Array:
-    """Return the places of small floats among the numbers of their format, as `Grid.codes` does; other arrays as they are."""
+    """Return small floats as indices into the numbers of their format, as `Grid.codes` does; other arrays as they are."""
     bits = {"float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn": 4}.get(codes.dtype.name)
     if bits is None:
         return codes

@@ -14,7 +14,7 @@ SUMS = ("Add", "Sum")
 
 @dataclass(frozen=True)
 class Gate:
-    """The nodes of gate(x) in x * gate(x), whose results nothing else takes, and the kind of the product."""
+    """The nodes of gate(x) in x * gate(x), used by nothing else, and the kind of the product."""
 
     x: onnx_ir.Value
     nodes: tuple[onnx_ir.Node, ...]
@@ -22,7 +22,7 @@ class Gate:
 
 
 def gate_of(product: onnx_ir.Node) -> Gate | None:
-    """Return the gate of x * gate(x); None of other nodes."""
+    """Return the gate of x * gate(x); None for other nodes."""
     if product.op_type != "Mul" or len(product.inputs) != 2:
         return None
     for x, other in (product.inputs, reversed(product.inputs)):
@@ -33,7 +33,7 @@ def gate_of(product: onnx_ir.Node) -> Gate | None:
 
 
 def _gate(x: onnx_ir.Value, value: onnx_ir.Value | None) -> Gate | None:
-    """Return the gate that computes a value of x: an op, or 0.5 * tanh(0.5 * x) + 0.5 for a sigmoid."""
+    """Return the gate that computes a value from x: an op, or 0.5 * tanh(0.5 * x) + 0.5 for a sigmoid."""
     node = None if value is None else _alone(value)
     if node is not None and node.op_type in GATED and node.inputs[0] is x:
         return Gate(x, (node,), GATED[node.op_type])
@@ -59,22 +59,22 @@ def _is_half(value: onnx_ir.Value) -> bool:
 
 
 def _alone(value: onnx_ir.Value) -> onnx_ir.Node | None:
-    """Return the node that computes a value for one taker."""
+    """Return the node that computes a value with a single user."""
     return value.producer() if len(value.uses()) == 1 and not value.is_graph_output() else None
 
 
 def is_faster_by_tanh(product: onnx_ir.Node, gate: Gate) -> bool:
-    """Return whether TensorRT 11 takes x * sigmoid(x) faster as x * (0.5 * tanh(0.5 * x) + 0.5), in float16.
+    """Return whether TensorRT 11 computes x * sigmoid(x) faster as x * (0.5 * tanh(0.5 * x) + 0.5), in float16.
 
-    It computes this form in one op with a convolution before it, and a sigmoid with its product in ops of their own. A result
-    that is added to another tensor is left out: the op would take in the add, and reads the other tensor wrong where that lies
-    in a concat (NVIDIA/TensorRT #4854, up to 11.3).
+    It fuses this form into a preceding convolution, but not a sigmoid and its product. A result that is added to another tensor
+    is excluded: TensorRT would fuse the add too, and reads the other tensor wrong if it is part of a concat (NVIDIA/TensorRT
+    #4854, up to 11.3).
     """
     return [node.op_type for node in gate.nodes] == ["Sigmoid"] and not _is_added(product.outputs[0])
 
 
 def _is_added(value: onnx_ir.Value) -> bool:
-    """Return whether a sum with another computed tensor takes a value, as it is or moved."""
+    """Return whether a value is added to another computed tensor, directly or after data movement."""
     return any(
         user.op_type in SUMS and all(constant_of(each) is None for each in user.inputs)
         for each in reached([value], _moved_to)

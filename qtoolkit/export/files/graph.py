@@ -1,4 +1,4 @@
-"""Graphs of onnx_ir: what makes a value, which values are constants, and what passes put in."""
+"""Helpers for graphs of onnx_ir: producers, constants, and new nodes and constants."""
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, count
@@ -16,7 +16,7 @@ def maker_of(value: onnx_ir.Value | None, op_type: str) -> onnx_ir.Node | None:
 
 
 def input_at(node: onnx_ir.Node, index: int) -> onnx_ir.Value | None:
-    """Return an input of a node; None where the node does not have it, or leaves it out."""
+    """Return an input of a node; None if it is missing or omitted."""
     return node.inputs[index] if len(node.inputs) > index else None
 
 
@@ -27,7 +27,7 @@ def constant_of(value: onnx_ir.Value | None) -> Array | None:
 
 
 def constant_input(node: onnx_ir.Node, index: int) -> Array | None:
-    """Return the array of a node's input; None if the node does not have it, or if it is computed."""
+    """Return the array of a node's input; None if it is missing or computed."""
     return constant_of(input_at(node, index))
 
 
@@ -38,31 +38,31 @@ def has_one_scale(pair: onnx_ir.Node) -> bool:
 
 
 def is_of_one(node: onnx_ir.Node) -> bool:
-    """Return whether a node is the Max of one tensor, which is the tensor (`qtoolkit.export.passes.onnxruntime`)."""
+    """Return whether a node is a Max of one tensor, an identity op (`qtoolkit.export.passes.onnxruntime`)."""
     return node.op_type == "Max" and len(node.inputs) == 1
 
 
 def replace_node(node: onnx_ir.Node, new: Sequence[onnx_ir.Node], value: onnx_ir.Value) -> None:
-    """Replace a node by new ones, and its output by a value that they compute."""
+    """Replace a node by new nodes, and its output by one of their values."""
     if node.graph is not None:
         onnx_ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, node.outputs, [value])
 
 
 def unused_name(graph: onnx_ir.Graph, name: str) -> str:
-    """Return this name, with a number if a constant of the graph has it."""
+    """Return this name, with a number appended if a constant of the graph already has it."""
     names = chain([name], (f"{name}_{number}" for number in count(2)))
     return next(unique for unique in names if unique not in graph.initializers)
 
 
 class Constants:
-    """The constants that are added to a graph: `shared` ones that are equal once."""
+    """The constants that are added to a graph; equal `shared` constants are added once."""
 
     def __init__(self, graph: onnx_ir.Graph) -> None:
         self.graph = graph
         self.known: dict[Hashable, onnx_ir.Value] = {}
 
     def shared(self, array: Array, dtype: onnx_ir.DataType, name: str) -> onnx_ir.Value:
-        """Return a small constant, which has this name if it is new."""
+        """Return a small constant; a new one gets this name."""
         key = (dtype, array.shape, array.tobytes())
         if key not in self.known:
             self.known[key] = self.add(array, dtype, name)

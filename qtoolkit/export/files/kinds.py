@@ -23,7 +23,7 @@ BINARY: Mapping[str, tuple[OpKind, OpKind]] = {
 
 
 def bounds_of(node: "onnx_ir.Node") -> tuple[float, float] | None:
-    """Return the bounds of a Clip, infinite where it has none; None of other nodes, and where they are computed."""
+    """Return the bounds of a Clip, infinite if absent; None for other nodes, and for computed bounds."""
     if node.op_type != "Clip":
         return None
     bounds = []
@@ -52,7 +52,7 @@ def _pad(node: "onnx_ir.Node") -> str:
 
 
 def axes_of(reduction: "onnx_ir.Node") -> list[int] | None:
-    """Return the axes over which a node reduces; None where they are computed, or all."""
+    """Return the axes over which a node reduces; None if they are computed, or all."""
     if input_at(reduction, 1) is None:  # an attribute before opset 18
         given = reduction.attributes.get_ints("axes")
         return None if given is None else list(given)
@@ -77,7 +77,7 @@ DECIDED: Mapping[str, Callable[["onnx_ir.Node"], str]] = {
 
 
 def kind_by_op(node: "onnx_ir.Node") -> OpKind:
-    """Return the kind of a node by its op, its attributes and its constants; OTHER where its other inputs decide."""
+    """Return the kind of a node by its op, attributes and constants; OTHER if it depends on other inputs."""
     if node.domain not in ("", "ai.onnx"):
         return OTHER
     if (decide := DECIDED.get(node.op_type)) is not None:
@@ -87,11 +87,11 @@ def kind_by_op(node: "onnx_ir.Node") -> OpKind:
 
 
 def ops_where(holds: Callable[[OpKind], bool]) -> frozenset[str]:
-    """Return the ONNX ops for all of whose kinds something holds; never a Cast, which may round."""
+    """Return the ONNX ops for which a condition holds for all kinds; never a Cast, which may round."""
     return frozenset(op for op, kinds in OF_ONNX.items() if op != CAST and all(map(holds, kinds)))
 
 
 def moved_inputs(node: "onnx_ir.Node") -> Sequence["onnx_ir.Value | None"]:
-    """Return the tensors whose values, and zeros, are the values of a node's outputs; none for a node that computes others."""
+    """Return the inputs whose values, or zeros, a node moves to its outputs; none for a node that computes."""
     kind = OTHER if node.op_type == CAST else kind_by_op(node)
     return node.inputs if kind.concatenates else node.inputs[:1] if kind.moves else ()

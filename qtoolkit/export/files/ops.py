@@ -1,4 +1,4 @@
-"""The ops of an ONNX file with Q/DQ nodes, in the form that the rules of `qtoolkit.lint` read."""
+"""Read the ops of an ONNX file with Q/DQ nodes, in the form that the rules of `qtoolkit.lint` use."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,22 +21,23 @@ SIZES = ("Shape", "Size")  # they read no values
 
 
 def ops_of(model: onnx_ir.Model) -> list[Op]:
-    """Return the ops of a file in order; those in a body of If, Loop or Scan before the op that runs it.
+    """Return the ops of a file in order; ops in a body of If, Loop or Scan come before the op that runs it.
 
-    A QuantizeLinear is a quantizer; the DequantizeLinear nodes behind it, and what clips its codes, belong to it. What is
-    computed from constants alone belongs to the node that takes it. A body is a graph of its own, as for runtimes: what it
-    takes from outside is an input of it. Raises UnreadableFileError: a node lacks an input or an attribute.
+    A QuantizeLinear is a quantizer; the DequantizeLinear nodes after it, and a Clip of its integers, belong to it. Nodes
+    computed from constants alone belong to the node that uses them. A body is a separate graph, as in runtimes: tensors from
+    outside are its inputs. Raises UnreadableFileError: a node lacks an input or an attribute.
     """
     try:
         return _Reader(model.graph, model.graph.opset_imports.get("", 0), []).ops
     except Exception as error:  # onnx_ir raises errors of all types, assertions too
         raise UnreadableFileError(
-            f"a node of the file lacks an input or an attribute, or has one of another type ({type(error).__name__}: {error})."
+            f"a node of the file lacks an input or an attribute, or one of them has a wrong type ({type(error).__name__}: "
+            f"{error})."
         ) from error
 
 
 class _Reader:
-    """Reads the nodes of a graph in order, and adds their ops to a list; `taken` is what a body takes from outside."""
+    """Reads the nodes of a graph in order, and adds their ops to a list; `taken` are the outside tensors that a body uses."""
 
     def __init__(self, graph: onnx_ir.Graph, opset: int, ops: list[Op], taken: Iterable[onnx_ir.Value] = ()) -> None:
         self.opset, self.ops = opset, ops
@@ -55,7 +56,7 @@ class _Reader:
                 self.made[value].returned = True
 
     def _taken_by(self, body: onnx_ir.Graph) -> list[onnx_ir.Value]:
-        """Return the tensors of this graph that nodes of a body take, or return."""
+        """Return the tensors of this graph that a body uses or returns."""
         nodes = onnx_ir.traversal.RecursiveGraphIterator(body)
         values = (*(value for node in nodes for value in node.inputs), *body.outputs)
         return [value for value in dict.fromkeys(values) if value is not None and value in self.made]
@@ -136,7 +137,7 @@ class _Reader:
         )
 
     def _weight(self, node: onnx_ir.Node) -> onnx_ir.Value | None:
-        """Return the constant weight of a layer; None of other nodes."""
+        """Return the constant weight of a layer; None for other nodes."""
         if node.domain not in ("", "ai.onnx"):
             return None
         if node.op_type == "Gather" and node.inputs[0] not in self.made:
@@ -159,7 +160,7 @@ class _Reader:
 
 
 def _stays_with_quantizer(node: onnx_ir.Node, source: Op) -> bool:
-    """Return whether a node belongs to the quantizer before it: its DequantizeLinear, and clips and casts of codes."""
+    """Return whether a node belongs to the quantizer before it: its DequantizeLinear, or a clip or cast of its integers."""
     if not source.is_quantizer:
         return False
     if node.op_type == "DequantizeLinear":
@@ -170,7 +171,7 @@ def _stays_with_quantizer(node: onnx_ir.Node, source: Op) -> bool:
 
 
 def _of_windows(node: onnx_ir.Node) -> dict[str, bool]:
-    """Return the facts about the windows of an average pool; {} of other nodes."""
+    """Return the facts about the windows of an average pool; {} for other nodes."""
     if node.op_type != "AveragePool":
         return {}
     beyond, counts = (bool(node.attributes.get_int(name, 0)) for name in ("ceil_mode", "count_include_pad"))
@@ -193,7 +194,7 @@ def _name(node: onnx_ir.Node) -> str:
 
 
 def _codes(node: onnx_ir.Node) -> FileCodes:
-    """Return the codes of a QuantizeLinear or DequantizeLinear."""
+    """Return the integer type of a QuantizeLinear or DequantizeLinear."""
     quantize = node.op_type == "QuantizeLinear"
     given = input_at(node, 2)
     scale, zero = _constant(node.inputs[1]), _constant(given)
@@ -205,7 +206,7 @@ def _codes(node: onnx_ir.Node) -> FileCodes:
 
 
 def _dtype(node: onnx_ir.Node, zero_point: Array | None) -> str:
-    """Return ONNX's name of the type of the codes: the zero point's type, else the codes' own, else ONNX's default."""
+    """Return ONNX's name of the integer type: the type of the zero point, else of the integers, else ONNX's default."""
     quantize = node.op_type == "QuantizeLinear"
     values = (input_at(node, 2), node.outputs[0] if quantize else node.inputs[0])
     known = [onnx_ir.DataType.from_numpy(zero_point.dtype)] if zero_point is not None else []
@@ -215,7 +216,7 @@ def _dtype(node: onnx_ir.Node, zero_point: Array | None) -> str:
 
 
 def _constant(value: onnx_ir.Value | None) -> Array | None:
-    """Return the array of a constant, also behind Identity and Cast, as exporters write zero points; None of other values."""
+    """Return the array of a constant, also through Identity and Cast, as exporters write zero points; None for other values."""
     array = constant_of(value)
     node = None if value is None else value.producer()
     if array is not None or node is None or node.op_type not in ("Identity", "Cast"):
@@ -228,7 +229,7 @@ def _constant(value: onnx_ir.Value | None) -> Array | None:
 
 @dataclass(frozen=True)
 class ConstantWeight:
-    """A constant, back to how its codes are stored."""
+    """A constant, traced back to its stored integers."""
 
     codes: FileCodes | None  # its codes; None where it stays float
     shape: tuple[int, ...]  # its shape; () where it is not known
@@ -236,7 +237,7 @@ class ConstantWeight:
 
     @classmethod
     def of(cls, value: onnx_ir.Value) -> "ConstantWeight":
-        """Return the weight that nodes compute from constants; what its nodes do not tell is None or ()."""
+        """Return the weight that nodes compute from constants; unknown properties are None or ()."""
         node = value.producer()
         if node is None or not node.inputs or node.inputs[0] is None:
             return cls(None, _shape(value), None)

@@ -16,7 +16,7 @@ REARRANGED = ("Pad", "Reshape", "Slice", "Transpose")
 
 
 def node_name(quantizer: str, role: str) -> str:
-    """Return the name that a quantizer's node has in the file.
+    """Return the name of a quantizer's node in the file.
 
     Example:
         >>> node_name("conv.weight_quantizer", DEQUANTIZE)
@@ -26,13 +26,13 @@ def node_name(quantizer: str, role: str) -> str:
 
 
 def quantizer_of(node: "onnx.NodeProto | onnx_ir.Node") -> str:
-    """Return the quantizer that a node of a file dequantizes for, by the node's name; "" for another node."""
+    """Return the quantizer of a DequantizeLinear node by the node's name; "" for another node."""
     return (node.name or "").rpartition(node_name("", DEQUANTIZE))[0]
 
 
 @dataclass(frozen=True)
 class QuantizerNode:
-    """A quantizer's nodes in the file, by the names of the tensors."""
+    """A quantizer's nodes in the file, by tensor names."""
 
     quantizer: str  # its dotted name in the model
     source: str  # the values that are quantized, or the codes where the file stores them
@@ -44,19 +44,19 @@ class QuantizerNode:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the file stores the codes themselves, without a QuantizeLinear node."""
+        """Whether the file stores the integers themselves, without a QuantizeLinear node."""
         return self.source == self.codes
 
 
 def quantizer_nodes(graph: "onnx.GraphProto") -> list[QuantizerNode]:
-    """Return the quantizers of a file in the order of its nodes: one for each DequantizeLinear that has a quantizer's name."""
+    """Return the quantizers of a file in the order of its nodes: one per DequantizeLinear with a quantizer's name."""
     named = ((node, quantizer_of(node)) for node in graph.node)
     found = {node.output[0]: name for node, name in named if node.op_type == "DequantizeLinear" and name}
     return [replace(pair, quantizer=found[pair.values]) for pair in pairs(graph) if pair.values in found]
 
 
 def pairs(graph: "onnx.GraphProto") -> list[QuantizerNode]:
-    """Return all DequantizeLinear nodes of a file, of any tool, by the names of their QuantizeLinear nodes, or their own."""
+    """Return all DequantizeLinear nodes of a file by the name of their QuantizeLinear node, or their own name."""
     made_by = {output: node for node in graph.node for output in node.output}
     varying = varying_tensors(graph)
     found = []
@@ -85,7 +85,7 @@ def bodies_in(graph: "onnx.GraphProto") -> list["onnx.GraphProto"]:
 
 
 def quantizers_in_bodies(graph: "onnx.GraphProto") -> list[str]:
-    """Return the names of the QuantizeLinear nodes in the bodies of If, Loop and Scan, whose codes no runtime gives."""
+    """Return the names of the QuantizeLinear nodes in bodies of If, Loop and Scan, whose outputs runtimes cannot return."""
     nodes = (node for body in bodies_in(graph) for node in body.node)
     return [node.name or node.output[0] for node in nodes if node.op_type == "QuantizeLinear"]
 
@@ -107,12 +107,12 @@ def _owner(quantizer: str) -> str:
 
 
 def layer_names(graph: "onnx.GraphProto") -> dict[str, str]:
-    """Return the name of each node of a file for people: the layer whose quantized weight it takes, or the node's own."""
+    """Return a display name for each node of a file: the layer of its quantized weight, or the node's own name."""
     made_by = {output: node for node in graph.node for output in node.output}
     varying = varying_tensors(graph)
 
     def weight_behind(tensor: str) -> str:
-        """Return the quantizer behind a constant tensor, through the nodes between; "" where there is none."""
+        """Return the quantizer of a constant tensor, through the nodes between; "" if there is none."""
         while tensor not in varying and (node := made_by.get(tensor)) is not None and node.input:
             if quantizer := quantizer_of(node):
                 return quantizer

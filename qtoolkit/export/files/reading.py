@@ -1,4 +1,4 @@
-"""Files that anybody may have written: opened and checked, or refused in a sentence."""
+"""Open and check files of unknown origin; invalid files raise errors with a clear message."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class UnreadableFileError(ValueError):
-    """A file is not what the caller needs; the message says why, and what to do.
+    """A file cannot be used; the message says why, and what to do.
 
     Example:
         >>> import tempfile
@@ -28,10 +28,10 @@ class UnreadableFileError(ValueError):
 
 
 def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
-    """Return the model of an ONNX file, without weights that are in files of their own.
+    """Return the model of an ONNX file, without external weights.
 
-    Raises UnreadableFileError: there is no such file; it is not ONNX, is truncated or invalid; it has ops that ONNX does
-    not know; or the file of its weights is missing. ImportError: onnx is not installed.
+    Raises UnreadableFileError: the file does not exist, is not ONNX, is truncated or invalid, has ops that ONNX does not know,
+    or its external weights are missing. ImportError: onnx is not installed.
     """
     load = needed("onnx", "reading ONNX files", "onnx").load
     file = Path(path)
@@ -56,7 +56,7 @@ def open_model(path: str | os.PathLike[str]) -> "onnx.ModelProto":
 
 
 def open_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
-    """Return a file's model as a graph, with the functions of the file in place of their calls; errors as `open_model`."""
+    """Return a file's model as a graph with its functions inlined; errors as in `open_model`."""
     open_model(path)
     import onnx_ir
     from onnx_ir.passes.common import InlinePass
@@ -66,12 +66,12 @@ def open_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
         if model.functions:
             InlinePass()(model)
     except Exception as error:  # any, for a file that contradicts itself
-        raise UnreadableFileError(f"{str(path)!r} is no valid ONNX model: {first_line(error)}.") from error
+        raise UnreadableFileError(f"{str(path)!r} is not a valid ONNX model: {first_line(error)}.") from error
     return model
 
 
 def _check_weights(model: "onnx.ModelProto", file: Path) -> None:
-    """Check that the files with weights are there, and as long as the model says."""
+    """Check that the external weight files exist and have the sizes that the model states."""
     from onnx import TensorProto
 
     folder = file.resolve().parent
@@ -83,11 +83,13 @@ def _check_weights(model: "onnx.ModelProto", file: Path) -> None:
         where = f"the weight {tensor.name!r} of {str(file)!r}"
         if not weights.is_relative_to(folder):
             raise UnreadableFileError(
-                f"{where} is in {entries['location']!r}, outside the folder of the model; ONNX allows files beside it only."
+                f"{where} is in {entries['location']!r}, outside the folder of the model; ONNX requires weight files in the "
+                "same folder."
             )
         if not weights.is_file():
             raise UnreadableFileError(
-                f"{where} is in {entries.get('location', '')!r}, which is missing; copy that file beside the model."
+                f"{where} is in {entries.get('location', '')!r}, which is missing; copy that file into the folder of the "
+                "model."
             )
         try:
             end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
@@ -95,7 +97,7 @@ def _check_weights(model: "onnx.ModelProto", file: Path) -> None:
             end = -1
         if not 0 <= end <= weights.stat().st_size:
             raise UnreadableFileError(
-                f"{where} is not whole: {entries['location']!r} has {weights.stat().st_size} bytes; copy that file again."
+                f"{where} is truncated: {entries['location']!r} has {weights.stat().st_size} bytes; copy that file again."
             )
 
 
@@ -107,7 +109,7 @@ def _check(model: "onnx.ModelProto", file: Path) -> None:
     ]
     names += [each.name for each in (*model.graph.initializer, *model.graph.input, *model.graph.output)]
     if not all(isinstance(name, str) for name in names):  # protobuf returns other names as bytes
-        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: a name in it is no UTF-8 text.")
+        raise UnreadableFileError(f"{str(file)!r} is not a valid ONNX model: a name in it is not UTF-8 text.")
     known = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     functions = {(function.domain, function.name) for function in model.functions}
     for node in model.graph.node:
@@ -118,18 +120,18 @@ def _check(model: "onnx.ModelProto", file: Path) -> None:
         if not is_known:
             raise UnreadableFileError(
                 f"{str(file)!r} has an op that ONNX does not know: {node.op_type!r} of domain {domain!r} (node {node.name!r}). "
-                f"Declare the opset of its domain, or write the file without it."
+                "Declare the opset of its domain, or write the file without this op."
             )
     try:
         onnx.checker.check_model(_with_types(model) or str(file))
     except Exception as error:  # the checker raises errors of several types
-        raise UnreadableFileError(f"{str(file)!r} is no valid ONNX model: {first_line(error)}.") from error
+        raise UnreadableFileError(f"{str(file)!r} is not a valid ONNX model: {first_line(error)}.") from error
 
 
 def _with_types(model: "onnx.ModelProto") -> "onnx.ModelProto | None":
-    """Return a copy in which each input and output has a type and a shape: the checker asks for them, and runtimes do not.
+    """Return a copy in which each input and output has a type and a shape: the checker requires them, runtimes do not.
 
-    None where they have both. Weights in a file of their own, which the checker would look for, become inputs.
+    None if they have both. External weights become inputs, because the checker would look for their files.
     """
     import onnx
 
@@ -164,12 +166,12 @@ def array_of(tensor: "onnx.TensorProto", file: Path) -> Array:
     except Exception as error:  # of several types
         reason = f"its type {tensor.data_type} is not known" if isinstance(error, KeyError) else first_line(error)
         raise UnreadableFileError(
-            f"{str(file)!r} is no valid ONNX model: the constant {tensor.name!r} cannot be read: {reason}."
+            f"{str(file)!r} is not a valid ONNX model: the constant {tensor.name!r} cannot be read: {reason}."
         ) from error
 
 
 def _is_unknown(node: "onnx.NodeProto", version: int) -> bool:
-    """Return whether an op is of ONNX's own domain, in which this version does not have it."""
+    """Return whether an op is in ONNX's own domain but does not exist in this version."""
     from onnx import defs
 
     return node.domain in ("", "ai.onnx") and not (version > 0 and defs.has(node.op_type, version, ""))

@@ -1,4 +1,4 @@
-"""What the nodes of a file compute and move: types, values, multiplications."""
+"""Sizes and types of a file's tensors, and multiplications of its nodes."""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from qtoolkit.report.layer_costs import multiplications
 
 
 def infer_sizes(model: onnx_ir.Model) -> None:
-    """Set the types and shapes of a file's tensors, as far as ONNX infers them, with 1 for each size that varies."""
+    """Set the types and shapes of a file's tensors as far as ONNX infers them; dynamic sizes count as 1."""
     for value in model.graph.inputs:
         if value.shape is not None:
             value.shape = onnx_ir.Shape([size if isinstance(size, int) else 1 for size in value.shape])
@@ -25,29 +25,29 @@ def infer_sizes(model: onnx_ir.Model) -> None:
 
 
 def type_of(value: onnx_ir.Value | None) -> str:
-    """Return ONNX's name of the type of a tensor; "" where it is not known."""
+    """Return ONNX's name of a tensor's type; "" if unknown."""
     return "" if value is None or value.dtype is None else value.dtype.name
 
 
 def values_of(value: onnx_ir.Value | None) -> int | None:
-    """Return how many values a tensor has; None where it is not known."""
+    """Return the number of values of a tensor; None if unknown."""
     sizes = _sizes(value)
     return None if sizes is None else math.prod(sizes)
 
 
 def sum_of_values(values: Iterable[onnx_ir.Value]) -> int | None:
-    """Return how many values tensors have; None where it is not known of one of them."""
+    """Return the total number of values of tensors; None if one of them is unknown."""
     found = [values_of(value) for value in values]
     return None if None in found else sum(filter(None, found))
 
 
 def weights_of(layer: LayerFacts) -> int:
-    """Return how many values the weight of a layer has; 0 where its sizes are not known."""
+    """Return the number of values of a layer's weight; 0 if its sizes are unknown."""
     return layer.inputs // layer.groups * layer.outputs * math.prod(layer.kernel)
 
 
 def macs_of(node: onnx_ir.Node, layer: LayerFacts | None) -> int:
-    """Return the multiplications of a node; 0 where sizes are not known, and of ops that multiply no matrices."""
+    """Return the multiplications of a node; 0 for unknown sizes, and for ops that multiply no matrices."""
     x, y = input_at(node, 0), node.outputs[0] if node.outputs else None
     if layer is not None and (weights := weights_of(layer)) and node.op_type != "Gather":
         transposed = node.op_type == "ConvTranspose"

@@ -1,1 +1,1 @@
-"""QuantizeLinear and DequantizeLinear: the form, the types and the opset of each pair."""
+"""QuantizeLinear and DequantizeLinear pairs: their nodes, types and opsets."""

@@ -1,4 +1,4 @@
-"""Placeholders of `qtoolkit.export.exporters.translation` become QuantizeLinear and DequantizeLinear in the file's opset."""
+"""Replace the placeholders of `qtoolkit.export.exporters.translation` by Q/DQ pairs in the file's opset."""
 
 import numpy as np
 import onnx_ir
@@ -19,7 +19,7 @@ MIXED_OPSET = 23  # the first whose nodes take a scale of another type than thei
 def lower(model: onnx_ir.Model, opset: int, integer_weights: bool) -> None:
     """Replace all placeholders in a model of this opset. Raises ValueError: a shape does not fit ONNX's nodes.
 
-    With `integer_weights` the codes of constants are stored, with DequantizeLinear alone.
+    With `integer_weights` constants are stored as integers, with only a DequantizeLinear.
     """
     constants = Constants(model.graph)
     for node in placeholders_in(model):
@@ -65,8 +65,8 @@ class _Lowering(PairForm[onnx_ir.Value]):
     def _arithmetic(self) -> DataType:
         """Return the type of the pair's input and output.
 
-        Quantizers compute in float32 (see `qtoolkit.ops`). Nodes of half precision give the same codes if their scale is exact
-        in it, or if they may take a float32 scale, which onnxruntime's do not for float16.
+        Quantizers compute in float32 (see `qtoolkit.ops`). Nodes in half precision give the same quantized values if the scale
+        is exact in it, or if they accept a float32 scale (onnxruntime does not for float16).
         """
         scale = _constant(self.scale)
         if scale is not None and self.opset >= HALF_OPSET and exact_in(scale, self.dtype):
@@ -117,7 +117,7 @@ class _Lowering(PairForm[onnx_ir.Value]):
 
 
 def _constant(value: onnx_ir.Value) -> Array | None:
-    """Return a constant, as float32 where it has half precision; None for a value that is computed."""
+    """Return a constant, cast to float32 from half precision; None for a computed value."""
     found = None if value.is_graph_input() else constant_of(value)
     return None if found is None else np.asarray(found, np.float32)
 
@@ -127,6 +127,6 @@ def _sizes(value: onnx_ir.Value) -> list[int]:
 
 
 def _as_rows(weight: Array, group: int) -> Array:
-    """Return a weight (in, out / groups, k...) as rows of one output channel each: (out, in / groups * k...)."""
+    """Return a weight (in, out / groups, k...) with one row per output channel: (out, in / groups * k...)."""
     grouped = weight.reshape(group, weight.shape[0] // group, weight.shape[1], -1)
     return grouped.transpose(0, 2, 1, 3).reshape(group * weight.shape[1], -1)

@@ -1,4 +1,4 @@
-"""ONNX opsets: which a file needs, which torch writes, and conversion of a model to another."""
+"""ONNX opsets: the opset that a file needs, the opsets that torch writes, and conversion between them."""
 
 from collections.abc import Callable, Mapping
 
@@ -21,7 +21,7 @@ SCRIPT_NEWEST = 25  # the newest that onnxscript's converter knows
 
 
 def choose(opset: int | None, source: ExportSource, float_type: str | None = None) -> int:
-    """Return the opset of a file. Raises ValueError: ONNX does not have it, or it cannot express the model's codes."""
+    """Return the opset of a file. Raises ValueError: ONNX does not have it, or it cannot express the model's quantizers."""
     from qtoolkit.export.pairs.lowering import HALF_OPSET
     from qtoolkit.export.pairs.storage import smallest_opset
 
@@ -38,7 +38,7 @@ def choose(opset: int | None, source: ExportSource, float_type: str | None = Non
     check_opset("export_onnx", opset)
     if float_type == "float16" and opset < HALF_OPSET:
         raise ValueError(
-            f'export_onnx: float_type="float16" needs opset {HALF_OPSET} or newer, whose nodes of quantizers take float16, got '
+            f'export_onnx: float_type="float16" needs opset {HALF_OPSET} or newer, in which Q/DQ nodes accept float16, got '
             f'{opset}; leave opset out, or pass float_type="float32".'
         )
     if most is not None and opset < least:
@@ -50,16 +50,16 @@ def choose(opset: int | None, source: ExportSource, float_type: str | None = Non
 
 
 def check_opset(what: str, opset: object) -> None:
-    """Raise ValueError for anything but an opset that the installed onnx has, from LOWEST on."""
+    """Raise ValueError unless the installed onnx has the opset, and it is at least LOWEST."""
     newest = onnx.defs.onnx_opset_version()
     if type(opset) is not int or not LOWEST <= opset <= newest:
         raise ValueError(
-            f"{what}: opset must be a whole number in [{LOWEST}, {newest}], which this onnx has, got {opset!r}."
+            f"{what}: opset must be a whole number in [{LOWEST}, {newest}] (limits of the installed onnx), got {opset!r}."
         )
 
 
 def native(opset: int, exporter: str) -> int:
-    """Return the opset nearest to this one that an exporter of torch writes."""
+    """Return the nearest opset that a torch exporter writes."""
     low, high = NATIVE[exporter]
     return min(max(opset, low), high)
 
@@ -67,7 +67,7 @@ def native(opset: int, exporter: str) -> int:
 def convert_opset(model: onnx_ir.Model, opset: int, exporter: str, what: str) -> onnx_ir.Model:
     """Convert a model to an opset. Nodes of other domains stay as they are. Errors begin with `what`, the public function.
 
-    Raises RuntimeError: an op of the model does not exist there in this form.
+    Raises RuntimeError: an op of the model does not exist there with these attributes.
     """
     own = model.opset_imports[""]
     if opset < own:
@@ -77,14 +77,14 @@ def convert_opset(model: onnx_ir.Model, opset: int, exporter: str, what: str) ->
             version_converter.convert_version(model, step, fallback=True)
     if model.opset_imports[""] != opset:
         raise RuntimeError(
-            f"{what}: the model cannot be converted from opset {own}, which torch writes, to {opset}; pass opset={own}."
+            f"{what}: the model cannot be converted from opset {own}, which torch writes, to opset {opset}; pass opset={own}."
         )
     model.ir_version = helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
     return model
 
 
 def _lower_opset(model: onnx_ir.Model, opset: int, exporter: str, what: str) -> None:
-    """Write the nodes of a model in the form of an older opset: these have fewer types and fewer attributes."""
+    """Rewrite the nodes of a model for an older opset, which has fewer types and attributes."""
     for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.domain:
             continue
@@ -107,7 +107,7 @@ def _lower_opset(model: onnx_ir.Model, opset: int, exporter: str, what: str) -> 
 
 def _refusal(node: onnx_ir.Node, opset: int, exporter: str) -> str:
     other = "exporter='torchscript'" if exporter == "dynamo" else f"opset={NATIVE[exporter][0]}"
-    return f"{node.op_type} has no form in opset {opset} that computes the same; pass {other} or a newer opset."
+    return f"opset {opset} has no equivalent of this {node.op_type}; pass {other} or a newer opset."
 
 
 def _take_axes(node: onnx_ir.Node, older: OpSchema) -> None:
@@ -123,7 +123,7 @@ def _take_axes(node: onnx_ir.Node, older: OpSchema) -> None:
 
 
 def _take_defaults(node: onnx_ir.Node, older: OpSchema) -> None:
-    """Drop the attributes that the older form does not have, where they say what it does."""
+    """Drop attributes that the older op lacks, if they have its default behaviour."""
     for name, default in DEFAULTS[node.op_type].items():
         if name not in older.attributes and _value(node, name) in (default, None):
             node.attributes.pop(name, None)
@@ -137,7 +137,7 @@ def _take_shape(node: onnx_ir.Node, older: OpSchema) -> None:
 
 
 def _take_parts(node: onnx_ir.Node, older: OpSchema) -> None:
-    """Drop the number of parts, where they are equal: the outputs give it."""
+    """Drop the number of parts if they are equal: the outputs give it."""
     source = input_at(node, 0)
     size = None if source is None or source.shape is None else source.shape[node.attributes.get_int("axis", 0)]
     if isinstance(size, int) and size % len(node.outputs) == 0:
@@ -145,7 +145,7 @@ def _take_parts(node: onnx_ir.Node, older: OpSchema) -> None:
 
 
 def _write_hard_swish(node: onnx_ir.Node) -> None:
-    """Write HardSwish, which opset 14 introduced, as the function that it is: x * HardSigmoid(x)."""
+    """Write HardSwish, which opset 14 introduced, as x * HardSigmoid(x)."""
     gate = onnx_ir.node("HardSigmoid", node.inputs, {"alpha": 1 / 6, "beta": 0.5}, name=f"{node.name}/gate")
     product = onnx_ir.node("Mul", [*node.inputs, *gate.outputs], name=node.name)
     replace_node(node, [gate, product], product.outputs[0])

@@ -1,8 +1,8 @@
-"""The form of a quantizing op in a file: QuantizeLinear and DequantizeLinear, and the nodes that these need around them.
+"""The nodes of a quantizing op in a file: QuantizeLinear and DequantizeLinear, and the nodes around them.
 
-Codes narrower than their storage type are clipped between the two nodes, so that the file saturates at the same codes as
-training. The scales of a grouped transposed convolution vary along two dimensions of its weight, which the axis attribute
-cannot express: the weight is reshaped to (groups * out, in * k...) before the two nodes, and back after them.
+Integers narrower than their storage type are clipped between the two nodes, so that the file saturates like training. The
+scales of a grouped transposed convolution vary along two dimensions of its weight, which the axis attribute cannot express. The
+weight is reshaped to (groups * out, in * k...) before the two nodes, and back after them.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ Attribute = int | DataType | Sequence[int]  # of a node
 
 
 class PairForm(ABC, Generic[V]):
-    """Writes the nodes of one call; a subclass knows how to write a node, whose inputs and output are values of type V.
+    """Writes the nodes of one call; a subclass writes single nodes with inputs and outputs of type V.
 
     `shape` is the input's.
     """
@@ -40,18 +40,18 @@ class PairForm(ABC, Generic[V]):
 
     @abstractmethod
     def constant(self, array: Array, dtype: DataType, name: str) -> V:
-        """Return a small constant, which has this name if it is new."""
+        """Return a small constant; a new one gets this name."""
 
     def reshaped(self, x: V, sizes: Sequence[int]) -> V:
         """Return x in another shape."""
         return self.node_of("Reshape", x, self.constant(np.array(sizes), DataType.INT64, "sizes"))
 
     def swapped(self, x: V) -> V:
-        """Return x of four dimensions with the middle ones swapped."""
+        """Return a four-dimensional x with the middle dimensions swapped."""
         return self.node_of("Transpose", x, perm=[0, 2, 1, 3])
 
     def codes(self, x: V, grid: Sequence[V], attributes: Mapping[str, Attribute]) -> V:
-        """Write the nodes that compute the codes: QuantizeLinear, but for int32, which it does not have."""
+        """Write the nodes that quantize: QuantizeLinear, or other ops for int32, which it does not support."""
         x = self._to_rows(x)
         if self.code_range == SUMS:
             codes = self.node_of("Round", self.node_of("Div", x, grid[0]))
@@ -61,12 +61,12 @@ class PairForm(ABC, Generic[V]):
         return self._clip(codes) if self.storage.clips else codes
 
     def values(self, codes: V, grid: Sequence[V], attributes: Mapping[str, Attribute]) -> V:
-        """Write the nodes that compute the values of codes."""
+        """Write the nodes that dequantize."""
         y = self.node_of("DequantizeLinear", codes, *grid, role=DEQUANTIZE, **self._channels(), **attributes)
         return self._from_rows(y)
 
     def check_blocks(self, opset: int, sizes: Sequence[int]) -> None:
-        """Raise ValueError unless the opset has blocks, and the scale has this shape of theirs."""
+        """Raise ValueError unless the opset supports blocks and the scale has the shape of the blocks."""
         if self.block_size == 0 or self.axis is None:  # blocks have an axis
             return
         if opset < BLOCKS_OPSET:
@@ -79,7 +79,7 @@ class PairForm(ABC, Generic[V]):
         if list(sizes) != blocks:
             raise ValueError(
                 f"export_onnx: with block_size={self.block_size}, the scale of fake_quant must have the shape of the blocks, "
-                f"{blocks}, got {list(sizes)}; reshape it."
+                f"{blocks}, got {list(sizes)}; reshape the scale."
             )
 
     def _channels(self) -> dict[str, int]:

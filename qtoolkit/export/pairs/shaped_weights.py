@@ -1,4 +1,4 @@
-"""Weights that a file holds as other values than the model: shaped by their quantizer, or as they are after it."""
+"""Weights with other values in the file than in the model: shaped by their quantizer, or already quantized."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from qtoolkit.quantizers.frozen import DynamicActivation, Grid, ShapedActivation
 
 
 class ConstantWeight(nn.Module):
-    """The `shape` of a quantizer that returns a weight made before."""
+    """The `shape` of a quantizer that returns a precomputed weight."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -23,9 +23,9 @@ class ConstantWeight(nn.Module):
 
 @contextmanager
 def shaped_weights(converted: nn.Module, run: Callable[[], object], what: str) -> Iterator[None]:
-    """Let the quantizers of weights return them from shaped constants, for the duration of a `with` block.
+    """Let the quantizers of weights use precomputed shaped weights within a `with` block.
 
-    `run` runs the model once, which shows the weights. Raises ValueError, which begins with `what`: a quantizer has several.
+    `run` runs the model once to find the weights. Raises ValueError, which begins with `what`: a quantizer has several weights.
     """
     weights = weights_given(converted, lambda grid: grid.shape is not None, run, what)
     with attribute_kept(weights, "shape"):
@@ -38,20 +38,20 @@ def shaped_weights(converted: nn.Module, run: Callable[[], object], what: str) -
 def weights_given(
     converted: nn.Module, chosen: Callable[[Grid], bool], run: Callable[[], object], what: str
 ) -> dict[Grid, Tensor]:
-    """Return the weight of each chosen quantizer, as a run of the model gives it.
+    """Return the weight of each chosen quantizer, found by a run of the model.
 
-    Raises ValueError, which begins with `what`: a quantizer has several.
+    Raises ValueError, which begins with `what`: a quantizer has several weights.
     """
     grids = {module: name for name, module in converted.named_modules() if isinstance(module, Grid) and chosen(module)}
     weights: dict[Grid, Tensor] = {}
 
     def note(grid: Grid, args: tuple[Tensor, ...]) -> None:
-        """Keep the weight that a grid quantizes: a forward pre-hook."""
+        """Forward pre-hook: keep the weight that a grid quantizes."""
         weight = args[0].detach()
         if grid in weights and not torch.equal(weights[grid], weight):
             raise ValueError(
-                f"{what}: {grids[grid]!r} quantizes several weights by quantizer={grid.spec.quantizer!r}; give each weight a "
-                f"quantizer of its own."
+                f"{what}: {grids[grid]!r} quantizes several weights with quantizer={grid.spec.quantizer!r}; give each weight "
+                "its own quantizer."
             )
         weights[grid] = weight
 
@@ -62,7 +62,7 @@ def weights_given(
 
 
 def check_shapes(converted: nn.Module, what: str) -> None:
-    """Raise ValueError, which begins with `what`, for an activation whose quantizer no file can have."""
+    """Raise ValueError, which begins with `what`, for an activation quantizer that cannot be written to a file."""
     for name, module in converted.named_modules():
         if isinstance(module, ShapedActivation | DynamicActivation) and module.why_no_export is not None:
             raise ValueError(f"{what}: {name!r} cannot be written: {module.why_no_export}.")

@@ -1,4 +1,4 @@
-"""The types in which a file stores codes, the opsets that have them, and the codes of constants."""
+"""Storage types of quantized values, the opsets that have them, and quantization of constants."""
 
 from dataclasses import dataclass
 
@@ -16,16 +16,16 @@ from qtoolkit.runtimes.execution import Array
 
 # The types of small floats.
 FLOATS = {"e4m3": DataType.FLOAT8E4M3FN, "e5m2": DataType.FLOAT8E5M2, "e2m1": DataType.FLOAT4E2M1}
-# The lowest and highest codes of the types of 4 bits, which QuantizeLinear has from BLOCKS_OPSET on.
+# The lowest and highest values of the 4-bit types, which QuantizeLinear has from BLOCKS_OPSET on.
 INT4S = {DataType.INT4: (-8, 7), DataType.UINT4: (0, 15)}
-# The codes of biases, which lie on the grid of sums of products: int32, for which there is a DequantizeLinear alone.
+# The type of biases, which lie on the accumulator's grid: int32, for which only DequantizeLinear exists.
 SUMS = (-LARGEST_CODE, LARGEST_CODE)
 POWERS_OPSET = 24  # the first whose scales may be powers of two in 8 bits, as in OCP MX
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a quantizing op rounds: its arguments that are no tensors."""
+    """The rounding parameters of a quantizing op: its arguments that are not tensors."""
 
     format: str  # "int", or the float format
     code_range: tuple[int, int]  # lowest and highest integer code
@@ -36,7 +36,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a file stores codes."""
+    """How a file stores quantized values."""
 
     dtype: DataType  # type of the codes
     format: str  # "int", or the float format
@@ -45,7 +45,7 @@ class Storage:
 
 
 def smallest_opset(format: str, qmin: int, qmax: int, block_size: int = 0) -> int:
-    """Return the first ONNX opset whose QuantizeLinear has a type for these codes, and blocks if block_size > 0.
+    """Return the first ONNX opset in which QuantizeLinear has a type for these integers, and blocks if block_size > 0.
 
     Example:
         >>> smallest_opset("int", -8, 7), smallest_opset("int", 0, 65535), smallest_opset("int", -8, 7, block_size=32)
@@ -62,11 +62,11 @@ def _integers(qmin: int, qmax: int) -> torch.dtype:
 
 
 def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool, computed: bool = False) -> Storage:
-    """Return how to store codes in an opset: in 4 bits where they fit.
+    """Return how to store quantized values in an opset: in 4 bits if they fit.
 
-    Codes of constants are in their range already. Others need a Clip where their type has more codes, and ONNX clips no
-    integers of 4 bits: there, these are stored in 8. So are codes of `computed` values, which no file stores: onnxruntime 1.30
-    gives codes of 4 bits to its kernels of 8, and then does not load the file.
+    Constants are already in their range. Other values need a Clip if their type is wider than the grid. ONNX does not clip
+    4-bit integers, so values that need a Clip are stored in 8 bits. `computed` values always use 8 bits: onnxruntime 1.30 gives
+    4-bit values to its 8-bit kernels, and then does not load the file.
     """
     if format != "int":
         return Storage(FLOATS[format], format, (qmin, qmax), False)
@@ -82,7 +82,7 @@ def storage_of(format: str, qmin: int, qmax: int, opset: int, *, constant: bool,
 def code_array(
     x: Array, scale: Array, zero_point: Array | None, storage: Storage, axis: int | None, block_size: int
 ) -> Array:
-    """Return the codes of a constant, in the type of the file; the scale is in the layout of QuantizeLinear."""
+    """Return a quantized constant in the type of the file; the scale has the layout of QuantizeLinear."""
     kind = storage.dtype.numpy()
     if storage.format == "int":
         zero = None if zero_point is None else _float32(zero_point)
@@ -104,7 +104,7 @@ def _float32(array: Array) -> torch.Tensor:
 
 
 def exact_in(array: Array, dtype: DataType) -> bool:
-    """Return whether a type has all numbers of a float32 array."""
+    """Return whether a type represents all numbers of a float32 array exactly."""
     with np.errstate(over="ignore"):
         rounded = array.astype(dtype.numpy())
     return bool((rounded.astype(np.float32) == array).all())

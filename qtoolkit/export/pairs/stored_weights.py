@@ -1,4 +1,4 @@
-"""How a file stores quantized weights, and what other arguments of `export_onnx` store fewer bytes."""
+"""How a file stores quantized weights, and which arguments of `export_onnx` make it smaller."""
 
 import math
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ FASTER = (
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights that a file stores alike.
+    """A group of weights that a file stores in the same way.
 
     Attributes:
-        count: How many there are.
-        bits: Bits of their quantizers' codes.
-        dtype: The ONNX type in which the file stores them: of their codes, or "FLOAT", "FLOAT16" or "BFLOAT16" where the file
-            holds the values, which a QuantizeLinear node rounds when it runs.
+        count: The number of weights.
+        bits: Bit width of their quantizers.
+        dtype: The ONNX type in which the file stores them: an integer type, or "FLOAT", "FLOAT16" or "BFLOAT16" for float
+            weights that a QuantizeLinear node quantizes at run time.
         bytes: Size in the file.
-        smaller_by: The arguments of `export_onnx` by which a file stores fewer bytes; "" if there are none.
-        smaller_bytes: Size by these arguments.
-        faster_by: The argument by which processors with VNNI instructions compute faster, and others compute wrong sums; "" if
-            there is none.
+        smaller_by: The arguments of `export_onnx` that give a smaller file; "" if there are none.
+        smaller_bytes: Size with these arguments.
+        faster_by: The argument that is faster on processors with VNNI instructions, and gives wrong sums on others; "" if there
+            is none.
     """
 
     count: int
@@ -45,18 +45,18 @@ class StoredWeights:
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes share a byte."""
+        """Whether several values share a byte."""
         return self.dtype in ("INT4", "UINT4", "INT2", "UINT2")
 
     def __str__(self) -> str:
-        held = "as values that the file quantizes, " if self.dtype in ("FLOAT", "FLOAT16", "BFLOAT16") else ""
+        held = "as floats that the file quantizes, " if self.dtype in ("FLOAT", "FLOAT16", "BFLOAT16") else ""
         line = f"{self.count} weights of {self.bits} bits are stored {held}in {self.dtype}: {_size(self.bytes)}"
         line = f"{line}; {self.smaller_by}: {_size(self.smaller_bytes)}" if self.smaller_by else line
         return f"{line}\n  {self.faster_by}: {FASTER}" if self.faster_by else line
 
 
 def stored_weights(file: "onnx_ir.Model", grids: Mapping[str, Grid], opset: int) -> tuple[StoredWeights, ...]:
-    """Return how a file stores the weights that grids quantize: an entry for each way."""
+    """Return how a file stores the quantized weights: one entry for each way."""
     found: dict[tuple[int, str, str, str], StoredWeights] = {}
     seen = set()
     for node in file.graph:
@@ -92,7 +92,7 @@ def _of(constant: "onnx_ir.Value", grid: Grid, opset: int) -> StoredWeights:
 
 
 def _constant_behind(value: "onnx_ir.Value | None") -> "onnx_ir.Value | None":
-    """Return the stored tensor of which nodes make a value; None if it depends on inputs of the file."""
+    """Return the stored tensor from which nodes compute a value; None if it depends on inputs of the file."""
     while value is not None and (node := value.producer()) is not None:
         value = node.inputs[0] if node.inputs else None
     return value if value is not None and value.is_initializer() else None

@@ -1,1 +1,1 @@
-"""Passes on a finished file: each changes the ONNX graph, none changes a code."""
+"""Passes on a finished file: each changes the ONNX graph, none changes a quantized value."""

@@ -1,4 +1,4 @@
-"""What a file in float16 has in float32, between Casts: ops that lose accuracy in float16 or overflow, and its ends."""
+"""Parts of a float16 file that stay in float32, between Casts: ops that lose accuracy or overflow, inputs and outputs."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from qtoolkit.export.files.graph import Constants, constant_input, constant_of, 
 from qtoolkit.op_kinds.float32 import FLOAT32_OPS
 
 TYPE_NAMES = {DataType.FLOAT: "float32", DataType.FLOAT16: "float16"}
-# Ops that give a number of their inputs, so that float16 is exact. Torch's exporters write Casts around some of them.
+# Ops that return one of their inputs' values, so float16 is exact. Torch's exporters write Casts around some of them.
 EXACT_OPS = ("Abs", "Neg", "Max", "Min", "ReduceMax", "ReduceMin")
 Wide = dict[tuple[int, onnx_ir.Value], onnx_ir.Value]  # the values that are there in float32 too, in each graph
 
 
 def keep_float32_ops(model: onnx_ir.Model) -> None:
-    """Put Casts around each op of FLOAT32_OPS that takes float16; one takes the result of another without Casts between."""
+    """Put Casts around each op of FLOAT32_OPS that takes float16, but not between two such ops."""
     onnx_ir.passes.common.ShapeInferencePass()(model)  # for the types
     constants, wide = Constants(model.graph), Wide()
     for node in list(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
@@ -35,7 +35,7 @@ def keep_float32_ops(model: onnx_ir.Model) -> None:
 
 
 def _take_float32(quantize: onnx_ir.Node, constants: Constants) -> None:
-    """Let a QuantizeLinear take the float32 result of an op as it is: behind a Cast it would round twice."""
+    """Let a QuantizeLinear take the float32 output of an op directly: after a Cast it would round twice."""
     cast = maker_of(quantize.inputs[0], "Cast")
     source = None if cast is None else cast.inputs[0]
     scale = constant_input(quantize, 1)
@@ -46,7 +46,7 @@ def _take_float32(quantize: onnx_ir.Node, constants: Constants) -> None:
 
 
 def _narrow(node: onnx_ir.Node) -> None:
-    """Let an op compute in float16 whose inputs are Casts from it."""
+    """Let an op compute in float16 if its inputs are Casts from float16."""
     casts = [maker_of(value, "Cast") for value in node.inputs if value is not None and value.dtype == DataType.FLOAT]
     sources = [None if cast is None else cast.inputs[0] for cast in casts]
     graph = node.graph
@@ -60,7 +60,7 @@ def _narrow(node: onnx_ir.Node) -> None:
 
 
 def _drop_cast(cast: onnx_ir.Node, wide: Wide) -> None:
-    """Take what a Cast converts in the type that it asks for, where it is there: before a Cast, or as an op's own result."""
+    """Skip a Cast if a tensor with its output type already exists: before another Cast, or as an op's own output."""
     (value,), (result,) = cast.inputs, cast.outputs
     before = maker_of(value, "Cast")
     source = None if before is None else before.inputs[0]
@@ -74,7 +74,7 @@ def _drop_cast(cast: onnx_ir.Node, wide: Wide) -> None:
 def _put_behind(
     node: onnx_ir.Node, graph: onnx_ir.Graph | onnx_ir.Function, computed: DataType, returned: DataType
 ) -> onnx_ir.Value:
-    """Let a node compute in one type, with a Cast to another behind it; return the Cast's result, which has its name."""
+    """Let a node compute in one type, followed by a Cast to another; return the Cast's output, which keeps the name."""
     (output,) = node.outputs
     name = output.name
     output.name, output.dtype = f"{name}.{TYPE_NAMES[computed]}", computed
@@ -86,7 +86,7 @@ def _put_behind(
 
 
 def keep_float32_ends(model: onnx_ir.Model) -> None:
-    """Let a file in float16 take and return float32, by Casts."""
+    """Add Casts so that a float16 file takes and returns float32."""
     graph, seen = model.graph, dict[onnx_ir.Value, onnx_ir.Value]()
     for value in graph.inputs:
         if value.dtype == DataType.FLOAT16:

@@ -1,4 +1,4 @@
-"""Activations in the forms that a target computes as one op with the layer before them."""
+"""Rewrite activations so that a target fuses them with the preceding layer."""
 
 import numpy as np
 import onnx_ir
@@ -8,7 +8,7 @@ from qtoolkit.export.files.graph import Constants, replace_node
 
 
 def write_tanh_silu(model: onnx_ir.Model) -> None:
-    """Write each x * sigmoid(x) that is faster so as x * (0.5 * tanh(0.5 * x) + 0.5)."""
+    """Write x * sigmoid(x) as x * (0.5 * tanh(0.5 * x) + 0.5) if that is faster."""
     constants = Constants(model.graph)
     for node in list(model.graph):
         gate = gate_of(node)

@@ -1,4 +1,4 @@
-"""Forms of ops that runtimes have integer kernels for, instead of those that torch's exporters write."""
+"""Rewrite ops from torch's exporters into forms for which runtimes have integer kernels."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,9 +17,9 @@ END = np.iinfo(np.int64).max  # of a Slice: behind the last place of any dimensi
 def write_fusible_forms(model: onnx_ir.Model) -> None:
     """Write spatial means as GlobalAveragePool, linear layers with int32 biases as Gemm, PRelu with one slope as LeakyRelu.
 
-    onnxruntime has integer kernels for all three, but none for ReduceMean, for a MatMul and an Add, and for PRelu. Its integer
-    kernel of average pools needs a form of its own with ceil_mode. Circular padding is written as a concat of slices: OpenVINO
-    and TensorRT have none, and ONNX has it from opset 19 on.
+    onnxruntime has integer kernels for these three, but not for ReduceMean, MatMul with Add, and PRelu. Average pools with
+    ceil_mode are rewritten for its integer kernel. Circular padding becomes a concat of slices: OpenVINO and TensorRT do not
+    support it, and ONNX has it from opset 19 on.
     """
     for node in list(model.graph):
         if (write := REWRITTEN.get(node.op_type)) is not None:
@@ -47,8 +47,8 @@ def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
 def _write_gemm(model: onnx_ir.Model, add: onnx_ir.Node) -> None:
     """Write x @ w.T + b, for x of more than two dimensions, as a Gemm of its rows.
 
-    For a constant x, such as learned queries, with any bias: onnxruntime reshapes it too, but moves no pair of a constant past
-    its Reshape, and computes the product as MatMulNBits, which rounds x to another grid.
+    For a constant x, such as learned queries, with any bias: onnxruntime reshapes it too, but does not move the pair of a
+    constant past its Reshape, and computes the product as MatMulNBits, which rounds x to another grid.
     """
     bias, product = sorted(add.inputs, key=lambda value: maker_of(value, "MatMul") is not None)
     matmul = maker_of(product, "MatMul")
@@ -81,11 +81,11 @@ def _write_leaky_relu(_: onnx_ir.Model, prelu: onnx_ir.Node) -> None:
 
 
 def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
-    """Write a pool with ceil_mode, which counts its padding, as a padding and a pool that counts what lies inside of it.
+    """Write a pool with ceil_mode that counts its padding as a Pad and a pool that excludes padding.
 
-    Both divide by the part of a window that lies inside of the padded input. onnxruntime's integer kernel divides by the whole
-    window, also where it reaches beyond, if `count_include_pad` is 1. Its default optimizations make such a pool of a padding
-    and a pool, unless a pair is between them.
+    Both divide by the part of a window inside the padded input. onnxruntime's integer kernel with `count_include_pad` of 1
+    divides by the whole window, also at the edges. Its default optimizations merge a Pad and a pool into such a pool, unless a
+    pair is between them.
     """
     attributes, source = pool.attributes, pool.inputs[0]
     if source is None or not attributes.get_int("ceil_mode", 0) or not is_on_codes(source):
@@ -106,7 +106,7 @@ def _write_counted_pool(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
 
 
 def _write_concat(model: onnx_ir.Model, pad: onnx_ir.Node) -> None:
-    """Write circular padding as a concat of the last places of a dimension, all of them, and the first."""
+    """Write circular padding as a concat of the end of a dimension, the whole dimension, and its start."""
     ends, whole = constant_input(pad, 1), pad.inputs[0]
     circular = pad.attributes.get_string("mode", "constant") == "wrap"
     if not circular or ends is None or whole is None or any(pad.inputs[3:]) or (ends < 0).any():
@@ -138,7 +138,7 @@ def _is_int32(value: onnx_ir.Value) -> bool:
 
 
 def _depends_on_inputs(value: onnx_ir.Value) -> bool:
-    """Return whether a value is computed from inputs of the file, other than from their sizes, which may be constants."""
+    """Return whether a value depends on input values of the file; input sizes may be constants and do not count."""
 
     def sources(value: onnx_ir.Value) -> list[onnx_ir.Value]:
         maker = value.producer()

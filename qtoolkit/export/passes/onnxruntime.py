@@ -1,6 +1,6 @@
-"""What onnxruntime's default optimizations break, unless it is written otherwise.
+"""Rewrites that protect a file from errors in onnxruntime's default optimizations.
 
-Clips, float weights, softmaxes, products with scales that its kernel does not take, and small floats.
+They concern clips, float weights, softmaxes, products with scales that its kernel does not support, and small floats.
 """
 
 import numpy as np
@@ -23,12 +23,12 @@ LEAST_EXPONENT = -126 + SIGNIFICAND  # so that steps are normal numbers
 
 
 def drop_saturated_clips(model: onnx_ir.Model) -> None:
-    """Remove each Clip whose bounds the QuantizeLinear behind it maps to its lowest and its highest code, or beyond.
+    """Remove each Clip whose bounds are at or beyond the range of the QuantizeLinear after it.
 
-    No code changes. onnxruntime's default optimizations need it: if the range of the codes ends at most half a step beyond a
+    No quantized value changes. onnxruntime's default optimizations need it: if the range ends at most half a step beyond a
     bound (6 of ReLU6), they fuse the convolution before the Clip but keep the Clip, and the model does not load ("two nodes
-    with same node name"). A Clip of quantized values stays: onnxruntime would make one pair of the two around it, with a
-    rounding less.
+    with same node name"). A Clip of quantized values stays: onnxruntime would merge the two pairs around it, and round once
+    instead of twice.
     """
     for node in list(model.graph):
         if node.op_type == "Clip" and _is_saturated(node):
@@ -56,7 +56,7 @@ def _is_saturated(clip: onnx_ir.Node) -> bool:
 
 
 def quantizer_behind(value: onnx_ir.Value) -> tuple[onnx_ir.Node | None, list[onnx_ir.Value]]:
-    """Return the QuantizeLinear that alone takes a value, or takes it behind activations, and the outputs of these."""
+    """Return the QuantizeLinear that is the only user of a value, also after activations, and the outputs of these."""
     joined: list[onnx_ir.Value] = []
     while not value.is_graph_output() and len(value.uses()) == 1:
         ((user, index),) = value.uses()
@@ -70,10 +70,10 @@ def quantizer_behind(value: onnx_ir.Value) -> tuple[onnx_ir.Node | None, list[on
 
 
 def keep_float_weights(model: onnx_ir.Model) -> None:
-    """Write the biases of layers with a float weight between Q/DQ pairs as int32 codes of the same values.
+    """Write the biases of layers with a float weight between Q/DQ pairs as int32 with the same values.
 
-    onnxruntime's default optimizations round such a weight to int8 with one scale, but not where the bias comes from a
-    DequantizeLinear (core/optimizer/qdq_transformer/weight_bias_quantization.cc). A layer without a bias gets one of zeros.
+    onnxruntime's default optimizations round such a weight to int8 with one scale, unless the bias comes from a
+    DequantizeLinear (core/optimizer/qdq_transformer/weight_bias_quantization.cc). A layer without a bias gets a zero bias.
     """
     for node in list(model.graph):
         source = maker_of(node.inputs[0], "DequantizeLinear") if node.op_type in LAYERS else None
@@ -89,7 +89,7 @@ def keep_float_weights(model: onnx_ir.Model) -> None:
 
 
 def exact_codes(bias: Array) -> tuple[Array, Array]:
-    """Return int32 codes and float32 steps, powers of two, whose products are these float32 values; to 2^-127 near zero.
+    """Return int32 values and power-of-two float32 steps with these float32 values as products; to 2^-127 near zero.
 
     Example:
         >>> exact_codes(np.array([0.75, -3.0], np.float32))
@@ -117,10 +117,10 @@ def _write(model: onnx_ir.Model, node: onnx_ir.Node, bias: Array) -> None:
 
 
 def keep_float_softmax(model: onnx_ir.Model) -> None:
-    """Write a Max of one tensor, which is the tensor, in front of each Softmax between quantized values.
+    """Write a Max of one tensor (an identity op) before each Softmax between quantized values.
 
-    Otherwise onnxruntime makes it a QLinearSoftmax, which takes the largest integer below 1 / scale for 1 / scale
-    (contrib_ops/cpu/quantization/qlinear_softmax.cc): with few bits it is a third off, with eight of them a code.
+    Otherwise onnxruntime uses QLinearSoftmax, which rounds 1 / scale down to an integer
+    (contrib_ops/cpu/quantization/qlinear_softmax.cc): with few bits the error is a third, with eight bits one step.
     """
     for node in list(model.graph):
         source = node.inputs[0] if node.op_type == "Softmax" else None
@@ -129,10 +129,11 @@ def keep_float_softmax(model: onnx_ir.Model) -> None:
 
 
 def keep_float_products(model: onnx_ir.Model) -> None:
-    """Write a Max of one tensor, which is the tensor, behind each weight with scales that onnxruntime's kernels do not take.
+    """Write a Max of one tensor (an identity op) after each weight with scales that onnxruntime's kernels do not support.
 
-    They take a scale for each output channel. Where as many scales run along another axis, they are taken for those; of other
-    numbers, and of a batch of matrices, the kernel raises an error when it runs (cpu/quantization/matmul_integer_base.h).
+    They support per-output-channel scales. Scales along another axis are mistaken for these if the number is the same; with
+    another number, and for a batch of matrices, the kernel raises an error at run time
+    (cpu/quantization/matmul_integer_base.h).
     """
     for node in list(model.graph):
         if node.op_type in PRODUCTS and _has_other_scales(node):
@@ -151,10 +152,10 @@ def _has_other_scales(node: onnx_ir.Node) -> bool:
 
 
 def keep_small_floats(model: onnx_ir.Model) -> None:
-    """Write a Max of one tensor, which is the tensor, on both sides of each pair of a small float format.
+    """Write a Max of one tensor (an identity op) before and after each pair of a small float format.
 
-    onnxruntime makes integer kernels of the ops between pairs, which take no such numbers, so that the model does not load;
-    and it drops a ReLU in front of a pair whose zero point is 0, as if the pair had no numbers below it.
+    onnxruntime replaces ops between pairs by integer kernels, which do not support small floats, so the model does not load. It
+    also drops a ReLU before a pair with zero point 0, as if the pair had no negative numbers.
     """
     for node in list(model.graph):
         zero_point = input_at(node, 2) if node.op_type in ("QuantizeLinear", "DequantizeLinear") else None
@@ -166,7 +167,7 @@ def keep_small_floats(model: onnx_ir.Model) -> None:
 
 
 def _take_maximum(model: onnx_ir.Model, node: onnx_ir.Node, index: int, name: str) -> None:
-    """Let a node take the Max of one of its inputs alone."""
+    """Put a Max of one tensor before an input of a node."""
     source = present(node.inputs[index], f"input {index} of {node.name!r}")
     same = onnx_ir.node("Max", [source], name=name)
     (value,) = same.outputs
@@ -176,7 +177,7 @@ def _take_maximum(model: onnx_ir.Model, node: onnx_ir.Node, index: int, name: st
 
 
 def _is_quantized(value: onnx_ir.Value) -> bool:
-    """Return whether a QuantizeLinear takes a tensor, or what ops move it to."""
+    """Return whether a QuantizeLinear uses a tensor, directly or after data movement."""
 
     def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
         return [output for user, _ in value.uses() if value in moved_inputs(user) for output in user.outputs]

@@ -1,4 +1,4 @@
-"""Q/DQ pairs behind ops that move values: those with which a runtime executes them on codes, and those that it would insert."""
+"""Q/DQ pairs after data movement ops: pairs that let a runtime execute the op in integers, and pairs that it would insert."""
 
 from collections.abc import Collection, Hashable, Sequence
 
@@ -18,9 +18,9 @@ OPSET = 21  # the first in which onnxruntime inserts pairs with `output_dtype`
 
 
 def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
-    """Repeat the pair of a tensor behind ops of these types. No code changes: the values lie on the pair's grid already.
+    """Repeat the pair of a tensor after ops of these types. No value changes: the values are already on the pair's grid.
 
-    onnxruntime fuses a concat, a resize or a split only between pairs, and a layer only right behind a DequantizeLinear.
+    onnxruntime fuses a concat, a resize or a split only between pairs, and a layer only directly after a DequantizeLinear.
     """
     for node in list(model.graph):
         pair = _pair_of(moved_inputs(node)) if node.op_type in ops else None
@@ -35,7 +35,7 @@ def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
 
 
 def is_on_codes(value: onnx_ir.Value) -> bool:
-    """Return whether a tensor has the values of codes: of a DequantizeLinear, or moved from there."""
+    """Return whether a tensor has dequantized values: the output of a DequantizeLinear, directly or after data movement."""
     return all(maker_of(each, "DequantizeLinear") or _moved_from(each) for each in reached([value], _moved_from))
 
 
@@ -45,7 +45,7 @@ def _moved_from(value: onnx_ir.Value) -> list[onnx_ir.Value]:
 
 
 def separate(model: onnx_ir.Model, first: onnx_ir.Node, second: onnx_ir.Node) -> None:
-    """Repeat the pair behind an op that moves values of codes, whose output another one takes, so that they stay two."""
+    """Repeat the pair after a data movement op if another such op uses its output, so that the ops stay separate."""
     output = first.outputs[0]
     pair = _pair_of([each for each in reached([output], _moved_from) if maker_of(each, "DequantizeLinear")])
     if pair is not None:
@@ -73,7 +73,7 @@ def _insert_pair(model: onnx_ir.Model, node: onnx_ir.Node, output: onnx_ir.Value
 
 
 def _pair_of(values: Sequence[onnx_ir.Value | None]) -> Pair | None:
-    """Return the scale and the zero point that all of these tensors have; None if they do not come from such pairs."""
+    """Return the common scale and zero point of these tensors; None if they do not come from pairs with equal ones."""
     pairs = [_constants_of_pair(value) for value in values]
     first = pairs[0] if pairs else None
     if first is None or any(pair is None or pair[1] != first[1] for pair in pairs):
@@ -82,7 +82,7 @@ def _pair_of(values: Sequence[onnx_ir.Value | None]) -> Pair | None:
 
 
 def _constants_of_pair(value: onnx_ir.Value | None) -> tuple[Pair, Hashable] | None:
-    """Return scale and zero point of the DequantizeLinear that computes a tensor, as values of the graph and as numbers."""
+    """Return scale and zero point of the DequantizeLinear of a tensor, as values of the graph and as numbers."""
     maker = maker_of(value, "DequantizeLinear")
     if maker is None or len(maker.inputs) != 3:
         return None
@@ -96,7 +96,7 @@ def _constants_of_pair(value: onnx_ir.Value | None) -> tuple[Pair, Hashable] | N
 
 
 def _is_weight(value: onnx_ir.Value) -> bool:
-    """Return whether a layer or a product takes a tensor, or what ops move it to, other than as its first input."""
+    """Return whether a layer or a product uses a tensor, directly or after data movement, other than as its first input."""
 
     def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
         return [output for user, _ in value.uses() if moved_inputs(user) for output in user.outputs]
@@ -110,15 +110,16 @@ def _has_weight(node: onnx_ir.Node) -> bool:
     return any(kind.multiplies or kind.has_weight for kind in kinds)
 
 
-# ---- int8 values, behind which onnxruntime would insert pairs itself, and wrongly
+# ---- int8 values, after which onnxruntime would insert wrong pairs itself
 
 
 def quantize_moved_codes(model: onnx_ir.Model, opset: int) -> None:
-    """Insert a pair with the same scale behind each op that moves the values of an int8 DequantizeLinear with one scale.
+    """Insert a pair with the same scale after each op that moves the values of an int8 DequantizeLinear with one scale.
 
-    No value changes: the moved values are on the grid. onnxruntime's default optimizations insert these pairs, to run the op
-    on codes. Its own have the attribute `output_dtype` from opset 21 on, which it leaves at INT8 when it then makes the codes
-    UINT8: the model does not load ("output_dtype INT8 does not match y_zero_point type UINT8", onnxruntime 1.26 to 1.30).
+    No value changes: the moved values are on the grid. onnxruntime's default optimizations insert such pairs, to run the op in
+    integers. Its own pairs have the attribute `output_dtype` from opset 21 on, which stays INT8 when it then changes the
+    integers to UINT8: the model does not load ("output_dtype INT8 does not match y_zero_point type UINT8", onnxruntime 1.26 to
+    1.30).
     """
     waiting = [node for node in model.graph if node.op_type == "DequantizeLinear"] if opset >= OPSET else []
     while waiting:
@@ -136,7 +137,7 @@ def _is_int8_with_one_scale(dequantize: onnx_ir.Node) -> bool:
 
 
 def _insert_behind(mover: onnx_ir.Node, dequantize: onnx_ir.Node) -> list[onnx_ir.Node]:
-    """Insert a QuantizeLinear behind a node, and a DequantizeLinear for each use; return the latter."""
+    """Insert a QuantizeLinear after a node, and a DequantizeLinear for each use; return the latter."""
     moved, graph = mover.outputs[0], present(mover.graph, f"the graph of {mover.name!r}")
     users = [use for use in moved.uses() if use[0].op_type != "QuantizeLinear"]
     if moved.is_graph_output() and moved.uses():
@@ -162,10 +163,10 @@ def _insert_behind(mover: onnx_ir.Node, dequantize: onnx_ir.Node) -> list[onnx_i
 
 
 def keep_products_of_codes(model: onnx_ir.Model, opset: int) -> None:
-    """Give the bias behind a product of int8 values the rank of its output, where that is above 2.
+    """Give the bias after a product of int8 values the rank of the output, if the rank is above 2.
 
-    Otherwise onnxruntime makes product and bias one Gemm of a matrix, with a Reshape in front of it, behind which it inserts
-    the pair that `quantize_moved_codes` describes.
+    Otherwise onnxruntime merges product and bias into a Gemm with a Reshape before it, after which it inserts the pair that
+    `quantize_moved_codes` describes.
     """
     products = [node for node in model.graph if opset >= OPSET and _is_product_of_codes(node)]
     if any(node.outputs[0].shape is None for node in products):

@@ -1,4 +1,4 @@
-"""Transposed convolutions of codes, written as a convolution and a DepthToSpace, which runtimes compute on codes."""
+"""Write quantized transposed convolutions as a convolution and a DepthToSpace, for which runtimes have integer kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ LAST = np.iinfo(np.int64).min  # of a Slice that runs backwards to the first ele
 
 
 def write_sub_pixel_convolutions(model: onnx_ir.Model) -> None:
-    """Write each transposed convolution between codes as a convolution with a channel for each pixel of a block.
+    """Write each quantized transposed convolution as a convolution with a channel for each pixel of a block.
 
-    The weight's codes stay in the file as they are, and are rearranged by ops on constants, which runtimes compute once. The
-    pair of the output stands behind the convolution too. No code changes: the sums of products are the same. Where the output
-    is no multiple of the stride longer than the input, a Slice leaves out the rest of the last blocks.
+    The file keeps the weight's integers; ops on constants rearrange them, which runtimes compute once. The pair of the output
+    is also inserted after the convolution. No quantized value changes: the sums of products are the same. If the output is not
+    a whole number of blocks long, a Slice cuts the last blocks.
 
-    Those with dilation, in one or three dimensions, or with two strides stay as they are.
+    Transposed convolutions with dilation, in one or three dimensions, or with two different strides are not changed.
     """
     for node in list(model.graph):
         if node.op_type == "ConvTranspose":
@@ -31,7 +31,7 @@ def write_sub_pixel_convolutions(model: onnx_ir.Model) -> None:
 
 
 class _Rewriting:
-    """Rewrites one node, if it has the form."""
+    """Rewrites one node, if its attributes allow it."""
 
     def __init__(self, model: onnx_ir.Model, node: onnx_ir.Node) -> None:
         self.model, self.node, self.constants = model, node, Constants(model.graph)
@@ -62,13 +62,13 @@ class _Rewriting:
         self._shuffle(quantize, forms)
 
     def _quantize(self) -> onnx_ir.Node | None:
-        """Return the QuantizeLinear of 8 bits that alone takes the output, behind activations that it saturates; or None."""
+        """Return the 8-bit QuantizeLinear that is the only user of the output, after activations that it saturates; or None."""
         quantize, self.joined = quantizer_behind(self.node.outputs[0])
         zero_point = None if quantize is None else constant_input(quantize, 2)
         return quantize if zero_point is not None and zero_point.size == 1 and zero_point.dtype.itemsize == 1 else None
 
     def _forms(self, sizes: list[int]) -> Sequence[SubPixel] | None:
-        """Return the form of both dimensions of a weight of these sizes; None without them."""
+        """Return the block form of both dimensions for a weight of these sizes; None without sizes."""
         attributes = self.node.attributes
         if attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in attributes:
             return None
@@ -84,7 +84,7 @@ class _Rewriting:
     # ---- what is written
 
     def _arranged(self, stored: "_Stored", forms: Sequence[SubPixel]) -> Value:
-        """Return the codes in the form of a convolution's: (out * stride * stride, in / groups, taps, taps)."""
+        """Return the integers of the convolution's weight: (out * stride * stride, in / groups, taps, taps)."""
         sides, stride, taps = stored.sides, self.stride, [form.taps for form in forms]
         y = stored.codes
         if stored.in_rows:
@@ -102,7 +102,7 @@ class _Rewriting:
         return y
 
     def _dequantized(self, like: onnx_ir.Node, codes: Value) -> Value:
-        """Return the values of codes in the steps of a DequantizeLinear, each channel's for all pixels of a block."""
+        """Return dequantized values with the scales of a DequantizeLinear, each channel's scale for all pixels of a block."""
         grid = [self._repeated(like, index) for index in range(1, len(like.inputs))]
         y = self._add("DequantizeLinear", [codes, *grid], like.name, axis=0)
         y.type = like.outputs[0].type
@@ -110,7 +110,7 @@ class _Rewriting:
         return y
 
     def _repeated(self, node: onnx_ir.Node, index: int) -> Value:
-        """Return a constant input with the number of each channel for all pixels of a block."""
+        """Return a constant input with each channel's number repeated for all pixels of a block."""
         value = present(node.inputs[index], f"input {index} of {node.name!r}")
         array = present(constant_of(value), f"the constant {value.name!r}")
         if array.ndim == 0:
@@ -119,7 +119,7 @@ class _Rewriting:
         return self.constants.add(np.repeat(array, self.stride**2), dtype, f"{value.name}.blocks")
 
     def _shuffle(self, quantize: onnx_ir.Node, forms: Sequence[SubPixel]) -> None:
-        """Put a pair and a DepthToSpace in front of a QuantizeLinear, and a Slice where blocks reach over the output."""
+        """Put a pair and a DepthToSpace before a QuantizeLinear, and a Slice if blocks exceed the output."""
         self.nodes, name = [], self.node.name
         last, *pair = (present(value, f"an input of {quantize.name!r}") for value in quantize.inputs)
         codes = self._add("QuantizeLinear", [last, *pair], f"{name}/quantize")
@@ -148,7 +148,7 @@ class _Rewriting:
 
 @dataclass(frozen=True)
 class _Stored:
-    """The codes of a transposed convolution's weight, as the file stores them."""
+    """The integers of a transposed convolution's weight, as stored in the file."""
 
     codes: Value
     dequantize: onnx_ir.Node  # their DequantizeLinear, with one scale, or one for each output channel
@@ -160,9 +160,9 @@ class _Stored:
 
     @classmethod
     def of(cls, weight: Value, groups: int) -> "_Stored | None":
-        """Return the codes of a weight; None where it has none, or where its scales run along other channels.
+        """Return the integers of a weight; None if it has none, or if its scales run along other channels.
 
-        None too where onnxruntime has no integer kernels for it: codes of 4 bits, zero points that differ, values in bfloat16.
+        Also None if onnxruntime has no integer kernels for it: 4-bit integers, different zero points, values in bfloat16.
         """
         value: Value | None = weight
         while (
@@ -185,7 +185,7 @@ class _Stored:
         return cls(codes, dequantize, in_rows, sides[::-1] if in_rows else sides, shape[2:])
 
     def zeros(self, constants: Constants) -> list[Value]:
-        """Return the code of zero, as Pad takes it; nothing for 0, which is its default."""
+        """Return the zero point as an input of Pad; nothing for 0, its default."""
         zero_point = constant_input(self.dequantize, 2)
         if zero_point is None or not zero_point.any():
             return []
@@ -194,7 +194,7 @@ class _Stored:
 
 
 def _sizes_of(weight: Value) -> list[int] | None:
-    """Return the shape of a weight, also where a Reshape computes it; None where it is not known."""
+    """Return the shape of a weight, also after a Reshape; None if unknown."""
     maker = weight.producer()
     if maker is not None and maker.op_type == "Reshape":
         shape = constant_input(maker, 1)

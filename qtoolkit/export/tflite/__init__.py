@@ -1,1 +1,1 @@
-"""LiteRT's files: the flatbuffer, and how a program of torch.export becomes one."""
+"""LiteRT files: lowering of a torch.export program to a flatbuffer."""

@@ -20,11 +20,11 @@ def _aligned(op: TfliteOp, values: Sequence[TensorInFile]) -> list[TensorInFile]
 
 
 def binary(kernel: str, operands: Sequence[str] = ("self", "other")) -> Callable[[TfliteOp], TensorInFile]:
-    """Return the kernel of an op on two tensors, or on a tensor and a number: these arguments, in the kernel's order."""
+    """Return the kernel of an op on two tensors, or on a tensor and a number: these arguments, in this order."""
 
     def emit(op: TfliteOp) -> TensorInFile:
         if op.args.get("alpha", 1) != 1:
-            raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by it before the sum.")
+            raise ValueError(f"export_litert: {op.node.name!r} adds with alpha; multiply by alpha before the sum.")
         given = (op.args[name] for name in operands)
         a, b = _aligned(op, [op.value(each) if isinstance(each, fx.Node) else _number(op, each) for each in given])
         options = {} if kernel == "POW" else {"fusedActivationFunction": op.joined}
@@ -39,7 +39,7 @@ def _number(op: TfliteOp, value: float) -> TensorInFile:
 
 def check_binary(op: TfliteOp) -> str:
     """Return why an op on two tensors has no integer kernel."""
-    return "" if isinstance(op.args["other"], fx.Node) else "it takes a constant, which is not quantized"
+    return "" if isinstance(op.args["other"], fx.Node) else "one input is a constant that is not quantized"
 
 
 def reciprocal(op: TfliteOp) -> TensorInFile:
@@ -49,7 +49,7 @@ def reciprocal(op: TfliteOp) -> TensorInFile:
 
 
 def unary(kernel: str, **options: Callable[[TfliteOp], object]) -> Callable[[TfliteOp], TensorInFile]:
-    """Return the kernel of an op on one tensor, with options that the op gives."""
+    """Return the kernel of an op on one tensor, with options from the op."""
 
     def emit(op: TfliteOp) -> TensorInFile:
         x = op.value(op.first)
@@ -59,18 +59,18 @@ def unary(kernel: str, **options: Callable[[TfliteOp], object]) -> Callable[[Tfl
 
 
 def fixed(scales: Scales) -> Callable[[TfliteOp], str]:
-    """Return the check of a kernel whose output grid is fixed."""
+    """Return the check of a kernel with a fixed output grid."""
 
     def check(op: TfliteOp) -> str:
         wanted = scales if op.scales is None or op.scales.dtype == "int8" else OF_16_BITS
-        words = f"LiteRT's kernel has the output scale {wanted.scale[0]} and zero point {wanted.zero_point}"
+        words = f"LiteRT's kernel requires output scale {wanted.scale[0]} and zero point {wanted.zero_point}"
         return "" if op.scales == wanted else words
 
     return check
 
 
 def softmax(op: TfliteOp) -> TensorInFile:
-    """Compute it over the last axis of the file."""
+    """Compute the op over the last axis of the file."""
     x, dim = op.value("self"), op.args["dim"] % len(op.shape)
     order = x.order if x.axis(dim) == len(x.shape) - 1 else (*(d for d in range(len(x.shape)) if d != dim), dim)
     x = op.ordered(x, order)
@@ -101,10 +101,10 @@ def silu(op: TfliteOp) -> TensorInFile:
 
 
 def elu(op: TfliteOp) -> TensorInFile:
-    """Add an ELU: relu(x) + alpha (exp(min(x, 0)) - 1), as the reference kernels have no ELU."""
+    """Add an ELU as relu(x) + alpha (exp(min(x, 0)) - 1), because the reference kernels have no ELU."""
     x, alpha = op.value("self"), float(op.args["alpha"])
     if op.args["input_scale"] != 1 or op.args["scale"] != 1:
-        raise ValueError(f"export_litert: {op.node.name!r} is an ELU with scales, such as SELU; replace it by ELU.")
+        raise ValueError(f"export_litert: {op.node.name!r} is an ELU with scales, such as SELU; replace it by an ELU.")
     below = op.step("EXP", [op.step("MINIMUM", [x, _number(op, 0.0)], x)], x)
     shifted = op.step("SUB", [below, _number(op, 1.0)], x)
     scaled = op.step("MUL", [shifted, _number(op, alpha)], x)
@@ -150,7 +150,7 @@ def attention(op: TfliteOp) -> TensorInFile:
     if op.args["attn_mask"] is not None or op.args["is_causal"] or op.args["enable_gqa"]:
         raise ValueError(
             f"export_litert: {op.node.name!r} is an attention with a mask or grouped heads, which LiteRT does not support; "
-            f"write it as matrix products."
+            "write it with matrix products."
         )
     query, key, value = (op.plain(op.value(name)) for name in ("query", "key", "value"))
     factor = query.shape[-1] ** -0.5 if op.args["scale"] is None else op.args["scale"]

@@ -1,4 +1,4 @@
-"""A LiteRT file in the making: tensors, ops and metadata, by the published schema, whose classes ai-edge-litert ships."""
+"""Builder of a LiteRT file: tensors, ops and metadata, in the published schema. ai-edge-litert ships the schema's classes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 METADATA = "qtoolkit"
 IDENTIFIER = b"TFL3"
-# The version of the schema, and the oldest of each op that has what is used here (tflite/tools/versioning/op_version.cc).
+# The version of the schema, and the oldest sufficient version of each op (tflite/tools/versioning/op_version.cc).
 SCHEMA_VERSION = 3
 TYPES = {np.dtype(kind.lower()): kind for kind in ("FLOAT32", "INT8", "INT16", "INT32", "INT64")}
 
 
 class FileFacts(TypedDict):
-    """The metadata of a file, by which it is verified. Orders and axes are as in `TensorInFile.order`."""
+    """The metadata of a file, used by the verification. Orders and axes are as in `TensorInFile.order`."""
 
     quantizers: Sequence[tuple[str, int, Sequence[int]]]  # of activations: name, tensor and order
     weights: Sequence[tuple[str, int, Sequence[int], Sequence[int]]]  # name, tensor, axes, and shape in the model
@@ -48,7 +48,7 @@ class TensorInFile:
 
     tensor: int  # its index
     shape: tuple[int, ...]  # the shape of the model's tensor
-    # the model's dimension of each axis in the file: (0, 2, 3, 1) for an image, which has its channels last
+    # the model's dimension of each axis in the file: (0, 2, 3, 1) for an NHWC image
     order: tuple[int, ...]
     scales: Scales | None = None  # the grid of its codes; None for floats
 
@@ -62,7 +62,7 @@ class TensorInFile:
         return self.order.index(dim % len(self.shape))
 
     def moved(self, shape: Sequence[int], order: Sequence[int]) -> "TensorInFile":
-        """Return a value with the same grid, another shape and order, and no tensor yet."""
+        """Return a value with the same grid, another shape and order, and no tensor index yet."""
         return replace(self, tensor=-1, shape=tuple(shape), order=tuple(order))
 
 
@@ -88,7 +88,7 @@ class FileBuilder:
     def tensor(
         self, name: str, shape: Sequence[int], dtype: DTypeLike, scales: Scales | None = None, data: Array | None = None
     ) -> int:
-        """Add a tensor, constant if it has data, and return its index. Its name gets a number if it is there already."""
+        """Add a tensor, constant if it has data; return its index. A number is appended to duplicate names."""
         count = self.names[name] = self.names.get(name, 0) + 1
         tensor = self.schema.TensorT(
             name=(name if count == 1 else f"{name}:{count}").encode(),
@@ -159,7 +159,7 @@ class FileBuilder:
         return self.schema.OperatorCodeT(in_a_byte, version=VERSIONS.get(op, 1), builtinCode=code)
 
 
-# The options of ops, by the schema's names: most are named as their op.
+# The options tables of ops by the schema's names: most have the name of the op.
 OPTIONS: Mapping[str, str] = {
     **{
         op: f"{op.title().replace('_', '')}Options"
@@ -174,7 +174,7 @@ OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("MEAN", "REDUCE_MAX", "REDUCE_MIN"), "ReducerOptions"),
     "BATCH_MATMUL": "BatchMatMulOptions", "PADV2": "PadV2Options",
 }  # fmt: skip
-# The versions of ops on int8, where it is not the first.
+# The versions of ops on int8, if not the first.
 VERSIONS: Mapping[str, int] = {
     "ABS": 2, "ADD": 2, "AVERAGE_POOL_2D": 2, "BATCH_MATMUL": 2, "CONCATENATION": 2, "CONV_2D": 3, "DEPTHWISE_CONV_2D": 3,
     "DEQUANTIZE": 2, "FULLY_CONNECTED": 5, "GELU": 1, "LEAKY_RELU": 2, "LOGISTIC": 2, "MAX_POOL_2D": 2, "MEAN": 2, "MUL": 2,

@@ -1,4 +1,4 @@
-"""Which op of LiteRT computes each op of aten: one record a kind of kernel."""
+"""Table of the LiteRT ops that compute aten ops: one record for each kind of kernel."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from qtoolkit.export.tflite.ops import TfliteOp, arguments
 # The grids of outputs that LiteRT's kernels fix.
 LOGISTIC, TANH = Scales((1 / 256,), -128), Scales((1 / 128,), 0)
 NO_INTEGERS = "LiteRT has no integer kernel for {}"
-OTHER_INTEGERS = "training does not simulate the gates and cell states of 16 bits in LiteRT's integer kernel for {}"
+OTHER_INTEGERS = "training does not simulate the 16-bit gates and cell states of LiteRT's integer kernel for {}"
 
 
 @dataclass(frozen=True)
 class TfliteKernel:
-    """How LiteRT computes an op of aten."""
+    """The LiteRT kernel of an aten op."""
 
     name: str  # the kernel in results
     aten: tuple[str, ...]  # the ops of aten
@@ -30,11 +30,11 @@ class TfliteKernel:
     wide: bool = True  # whether this kernel computes on int16 codes too
     joins: bool = False  # whether it computes a ReLU or ReLU6 behind it too
     computes: bool = True  # whether it computes, and is listed; not what moves values
-    # why an op has no integer kernel, though its tensors have codes; "" if it has
+    # the reason why an op has no integer kernel although its tensors are quantized; "" if it has one
     check: Callable[[TfliteOp], str] = lambda op: ""
 
     def data(self, node: fx.Node) -> list[fx.Node]:
-        """Return the inputs of an op that have to be codes: nodes, not the numbers in their place."""
+        """Return the inputs of an op that must be quantized: nodes, not Python numbers."""
         found = arguments(node)
         given = (found[name] for name in self.inputs if name in found)
         sources = (source for each in given for source in (each if isinstance(each, list | tuple) else [each]))
@@ -102,7 +102,7 @@ ALL: tuple[TfliteKernel, ...] = (
     _moving("PAD", ("pad", "constant_pad_nd"), moves.zero_pad),
     _moving("TRANSPOSE", ("pixel_shuffle",), moves.pixel_shuffle),
 )  # fmt: skip
-# By the ops, and by the forms in place of those that compute.
+# By op, and by the replacement forms of ops.
 KERNELS: Mapping[str, TfliteKernel] = {
     f"{name}{end}": kernel for kernel in ALL for name in kernel.aten for end in ("", "_" * kernel.computes)
 }

@@ -1,4 +1,4 @@
-"""Kernels of layers: convolutions, transposed ones too, linear layers and products of matrices."""
+"""Kernels of layers: convolutions, transposed convolutions, linear layers and matrix products."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from qtoolkit.export.tflite.windows import Window, dilations, pad, padded, strid
 
 
 def conv2d(op: TfliteOp) -> TensorInFile:
-    """Add a convolution; one with a group for each channel is depthwise."""
+    """Add a convolution; with one group per channel it is depthwise."""
     x, size = op.image("input"), op.args["weight"].meta["val"].shape[2:]
     window = Window.of(op.args, size, x.shape[2:], op.shape[2:])
     image, padding = padded(op, x, window)
@@ -59,10 +59,10 @@ def _of_image(args: Mapping[str, Any]) -> dict[str, object]:
 
 
 def conv_transpose2d(op: TfliteOp) -> TensorInFile:
-    """Compute all that the kernel reaches, and cut off the padding where it is not what "SAME" cuts off."""
+    """Compute the full output, and slice off the padding if "SAME" does not remove it."""
     if op.args["groups"] != 1 or any(d != 1 for d in two(op.args["dilation"])):
         raise ValueError(
-            f"export_litert: LiteRT's transposed convolution has no groups and no dilation; {op.node.name!r} has "
+            f"export_litert: LiteRT's transposed convolution supports no groups and no dilation; {op.node.name!r} has "
             f"groups={op.args['groups']} and dilation={tuple(op.args['dilation'])}. Replace the layer."
         )
     x, (_, channels, *size) = op.image("input"), op.args["weight"].meta["val"].shape
@@ -84,15 +84,15 @@ def conv_transpose2d(op: TfliteOp) -> TensorInFile:
 
 
 def check_weight(op: TfliteOp, axis: int = 0) -> str:
-    """Return why a layer whose output channels are along an axis of its weight has no integer kernel."""
+    """Return why a layer has no integer kernel; the argument is the axis of the output channels in its weight."""
     node = op.args["weight"]
     if not op.lowering.is_dequantized(node):
         return "its weight is not quantized"
     codes, scale, along = op.lowering.codes_of(node)
     if codes.dtype != torch.int8:
-        return f"its weight has {codes.dtype} codes"
+        return f"its weight is {codes.dtype}"
     if scale.numel() > 1 and along != axis:
-        return f"its weight has scales along axis {along}, and LiteRT takes them along the output channels"
+        return f"its weight has scales along axis {along}, but LiteRT supports only scales along the output channels"
     bias = op.args.get("bias")
     return "" if bias is None or op.lowering.constant(bias) is not None else "its bias is computed"
 
@@ -107,6 +107,6 @@ def linear(op: TfliteOp) -> TensorInFile:
 
 
 def matmul(op: TfliteOp) -> TensorInFile:
-    """Add a product of matrices."""
+    """Add a matrix product."""
     a, b = (op.plain(op.value(name)) for name in ("self", "other" if "other" in op.args else "mat2"))
     return op.emit("BATCH_MATMUL", [a, b], TensorInFile(-1, op.shape, tuple(range(len(op.shape)))))

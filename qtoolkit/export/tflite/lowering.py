@@ -1,8 +1,8 @@
-"""A program in the PT2E form becomes a LiteRT file: op by op, in integers where all its tensors have codes.
+"""Lower a program in the PT2E form to a LiteRT file: op by op, in integers if all tensors of an op are quantized.
 
-- An op computes in integers if its kernel does, its inputs are codes, and one quantize op alone takes its output, behind a
-  ReLU or ReLU6 that the kernel computes too. Every other op computes in float, and the result names it.
-- An image has its channels last in the file (`TensorInFile.order`): the inputs of four dimensions, and what ops make of them.
+- An op computes in integers if it has an integer kernel, its inputs are quantized, and a quantize op is the only user of its
+  output, directly or after a ReLU or ReLU6 that the kernel fuses. All other ops compute in float; the result names them.
+- Images are NHWC in the file (`TensorInFile.order`): inputs of four dimensions, and tensors computed from them.
 """
 
 import operator
@@ -30,16 +30,16 @@ from qtoolkit.export.tflite.ops import (
 from qtoolkit.runtimes.execution import ExecutedLayer
 
 CONVERSIONS = ("QUANTIZE", "DEQUANTIZE")
-# Ops whose result depends on shapes and types alone.
+# Ops with results that depend only on shapes and types.
 FILLS = (
     "zeros", "ones", "full", "arange", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like",
 )  # fmt: skip
 
 
 class Lowering:
-    """Makes the file of a program. Raises ValueError: LiteRT has no op for one of the program's.
+    """Makes the file of a program. Raises ValueError: LiteRT lacks an op of the program.
 
-    `io_type` is the type of inputs and outputs: "float32", or the codes' type where they have such a quantizer.
+    `io_type` is the type of inputs and outputs: "float32", or an integer type for inputs and outputs with such a quantizer.
     """
 
     def __init__(self, found: Decomposed, io_type: str) -> None:
@@ -63,7 +63,7 @@ class Lowering:
         self.conversions = 0
 
     def run(self, description: str) -> bytes:
-        """Lower the graph; return the content of the file."""
+        """Lower the graph; return the bytes of the file."""
         nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
         for spec in self.program.graph_signature.input_specs:
             if spec.target is not None:
@@ -115,8 +115,8 @@ class Lowering:
         dtype = np.dtype("float32" if scales is None else scales.dtype)
         if node.meta["val"].dtype != torch.float32:
             raise ValueError(
-                f"export_litert: input {node.name!r} is of {node.meta['val'].dtype}; the file takes float32 and quantized "
-                f"inputs. Move the ops that use it out of the model."
+                f"export_litert: input {node.name!r} has dtype {node.meta['val'].dtype}; the file supports float32 and "
+                "quantized inputs. Move the ops that use it out of the model."
             )
         tensor = self.file.tensor(node.name, in_order(shape, order), dtype, scales)
         return TensorInFile(tensor, shape, order, scales)
@@ -135,7 +135,7 @@ class Lowering:
         return found
 
     def _quantize(self, node: fx.Node) -> None:
-        """Convert floats, or the codes of another grid."""
+        """Quantize floats, or requantize integers of another grid."""
         source, scales = self.values[node.all_input_nodes[0]], self._scales(node)
         if source.scales != scales:
             source = self.emit("QUANTIZE", [source], self.name(node), replace(source, scales=scales))
@@ -148,7 +148,7 @@ class Lowering:
             self.quantizers.append((self.names[node], value.tensor, value.order))
 
     def _note_constant(self, node: fx.Node) -> None:
-        """Store the codes of a constant that is quantized as activations are, so that the file has them all."""
+        """Store the integers of a constant with an activation quantizer, so that the file has all quantized values."""
         if self._is_quantize(node) and self.names[node]:
             codes, scales = self.stored_tensor(node).numpy(), self._scales(node)
             tensor = self.file.tensor(self.name(node), codes.shape, codes.dtype, scales, codes)
@@ -158,8 +158,8 @@ class Lowering:
         kernel = KERNELS.get(name_of_op(node))
         if kernel is None:
             raise ValueError(
-                f"export_litert: there is no op of LiteRT for {node.target} at {node.name!r}; export the part of the model "
-                f"before it, or replace it."
+                f"export_litert: LiteRT has no op for {node.target} at {node.name!r}; replace it, or export only the part of "
+                "the model before it."
             )
         end, activation = self._joined(node, kernel)
         quantize = self._sole_user(end)
@@ -187,7 +187,7 @@ class Lowering:
                 self.reasons[name] = reason
 
     def _joined(self, node: fx.Node, kernel: TfliteKernel) -> tuple[fx.Node, str]:
-        """Return the last node of an op with the activation that the kernel computes too, and the activation's name."""
+        """Return the last node of an op including a fused activation, and the activation's name."""
         user = self._sole_user(node)
         if user is None or not kernel.joins:
             return node, "NONE"
@@ -195,7 +195,7 @@ class Lowering:
         return (user, activation) if activation else (node, "NONE")
 
     def _is_absorbed(self, clip: fx.Node) -> bool:
-        """Return whether a clip is what the saturation of the quantizer behind it does too."""
+        """Return whether the saturation of the quantizer after a clip has the same effect."""
         bounds, quantize = bounds_of(clip), self._sole_user(clip)
         if bounds is None or quantize is None or not self._is_quantize(quantize):
             return False
@@ -207,16 +207,16 @@ class Lowering:
         if kernel.refusal:
             return kernel.refusal.format(name_of_op(node))
         if quantize is None or not self._is_quantize(quantize):
-            return "its output is not quantized, or not for all that take it"
+            return "its output is not quantized, or not for all users"
         dtype = quantize.args[-1]
         if dtype not in (torch.int8, torch.int16) or (dtype == torch.int16 and not kernel.wide):
-            return f"LiteRT has no kernel for it on {dtype} codes"
+            return f"LiteRT has no {dtype} kernel for it"
         for source in kernel.data(node):
             if not self._is_quantized(source):
                 return f"its input {source.name} is not quantized"
             scales = self.values[source].scales if source in self.values else None
             if scales is not None and scales.dtype != str(dtype).removeprefix("torch."):
-                return f"its input {source.name} does not have {dtype} codes, as its output"
+                return f"its input {source.name} is not {dtype}, as its output is"
         return ""
 
     def _is_quantized(self, source: fx.Node) -> bool:
@@ -238,14 +238,14 @@ class Lowering:
     def _scales(self, node: fx.Node) -> Scales:
         if node.target not in (self.ops.quantize_per_tensor, self.ops.dequantize_per_tensor):
             raise ValueError(
-                f"export_litert: {self.names.get(node, node.name)!r} has scales by channel; take one scale."
+                f"export_litert: {self.names.get(node, node.name)!r} has per-channel scales; use a per-tensor scale."
             )
         given = arguments(node)
         dtype = given["dtype"]
         if dtype not in (torch.int8, torch.int16):
             raise ValueError(
-                f"export_litert: {self.names.get(node, node.name)!r} has {dtype} codes, and LiteRT's kernels take int8 and "
-                f'int16; prepare the model with backend="litert".'
+                f"export_litert: {self.names.get(node, node.name)!r} is {dtype}, but LiteRT's kernels support int8 and int16; "
+                "prepare the model with backend='litert'."
             )
         scale = float(np.float32(given["scale"]))
         return Scales((scale,), given["zero_point"], dtype=str(dtype).removeprefix("torch."))
@@ -256,7 +256,7 @@ class Lowering:
         return self.constant(node) is not None
 
     def constant(self, node: fx.Node) -> Tensor | None:
-        """Return the tensor of a node that does not depend on the inputs; None of another."""
+        """Return the tensor of a node that does not depend on the inputs; None for other nodes."""
         if node not in self.constants:
             fills, sources = name_of_op(node) in FILLS, node.all_input_nodes
             known = {source: _like(source) if fills else self.constant(source) for source in sources}
@@ -266,13 +266,13 @@ class Lowering:
         return self.constants[node]
 
     def codes_of(self, node: fx.Node) -> tuple[Tensor, Tensor, int | None]:
-        """Return the codes, the scales and the axis of a dequantized constant."""
+        """Return the integers, the scales and the axis of a dequantized constant."""
         given = arguments(node)
         scale = self.stored_tensor(given["scales"]) if "scales" in given else torch.tensor(given["scale"])
         return self.stored_tensor(given["input"]), scale.float().reshape(-1), given.get("axis")
 
     def stored_tensor(self, node: fx.Node) -> Tensor:
-        """Return a constant, which is there."""
+        """Return a constant that must exist."""
         return present(self.constant(node), f"the constant {node.name!r}")
 
     def is_dequantized(self, node: fx.Node) -> bool:
@@ -280,7 +280,7 @@ class Lowering:
         return self._is_dequantize(node) and self._is_constant(node)
 
     def note_weight(self, codes: Tensor, tensor: int, axes: Sequence[int]) -> None:
-        """Note that a tensor of the file holds codes of the model, with these of its axes in the file."""
+        """Record that a tensor of the file holds quantized values of the model, with these axes in the file."""
         for name, stored in self.stored.items():
             if torch.equal(stored, codes):
                 self.weights.append((name, tensor, tuple(axes), tuple(codes.shape)))
@@ -290,7 +290,7 @@ class Lowering:
     def emit(
         self, op: str, inputs: Sequence[TensorInFile | int], name: str, like: TensorInFile, **values: object
     ) -> TensorInFile:
-        """Add an op with one output, which has the shape, the order and the grid of a value."""
+        """Add an op with one output, with the shape, order and grid of a value."""
         dtype = np.dtype("float32" if like.scales is None else like.scales.dtype)
         tensor = self.file.tensor(name, in_order(like.shape, like.order), dtype, like.scales)
         tensors = [each.tensor if isinstance(each, TensorInFile) else each for each in inputs]
@@ -299,7 +299,7 @@ class Lowering:
         return replace(like, tensor=tensor)
 
     def as_float(self, value: TensorInFile) -> TensorInFile:
-        """Return the floats of codes."""
+        """Dequantize integers."""
         if value.scales is None:
             return value
         if value.tensor not in self.floats:
@@ -308,16 +308,16 @@ class Lowering:
         return self.floats[value.tensor]
 
     def name(self, node: fx.Node) -> str:
-        """Return the name of a node's tensor: its quantizer's, if it has one."""
+        """Return the name of a node's tensor: the name of its quantizer, if it has one."""
         return self.names.get(node) or node.name
 
 
 def _like(node: fx.Node) -> Tensor:
-    """Return a tensor with the shape and the type of a node's."""
+    """Return a tensor with the shape and type of a node's output."""
     value = node.meta["val"]
     return torch.zeros(tuple(value.shape), dtype=value.dtype)
 
 
 def layouts(ends: Mapping[str, TensorInFile]) -> dict[str, str]:
-    """Return the layout of each input or output, for people."""
+    """Return the layout of each input or output, as text."""
     return {name: "NHWC" if value.order == IMAGE else "as in the model" for name, value in ends.items()}

@@ -1,4 +1,4 @@
-"""Kernels of ops that move values."""
+"""Kernels of data movement ops."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from qtoolkit.export.tflite.ops import IMAGE, TfliteOp
 
 
 def cut(op: TfliteOp, x: TensorInFile, begin: Sequence[int]) -> TensorInFile:
-    """Cut the output of an op out of a value, from these places on."""
+    """Slice the output of an op out of a value, from these positions."""
     starts, sizes = ([part[dim] for dim in x.order] for part in (begin, op.shape))
     return op.emit("SLICE", [x, op.integers(starts), op.integers(sizes)], x)
 
 
 def check_same_grid(op: TfliteOp) -> str:
-    """Return why an op has no integer kernel: its input and its output have two grids."""
+    """Return why an op has no integer kernel: its input and its output have different grids."""
     same = op.value(op.first).scales == op.scales
-    return "" if same else "LiteRT's kernel has one scale for its input and its output"
+    return "" if same else "LiteRT's kernel requires the same scale for input and output"
 
 
 def cat(op: TfliteOp) -> TensorInFile:
@@ -30,7 +30,7 @@ def cat(op: TfliteOp) -> TensorInFile:
 def check_cat(op: TfliteOp) -> str:
     """Return why a concat has no integer kernel."""
     same = all(op.value(node).scales == op.scales for node in op.args["tensors"])
-    return "" if same else "LiteRT's kernel has one scale for all inputs and the output"
+    return "" if same else "LiteRT's kernel requires the same scale for all inputs and the output"
 
 
 def same(op: TfliteOp) -> TensorInFile:
@@ -44,7 +44,7 @@ def reshape(op: TfliteOp) -> TensorInFile:
 
 
 def permute(op: TfliteOp) -> TensorInFile:
-    """Note the order of dimensions, which moves nothing until an op asks for another one."""
+    """Record the order of dimensions; data moves only when an op needs another order."""
     x, rank = op.value(op.first), len(op.shape)
     dims = [dim % rank for dim in _permutation(op, rank)]
     return op.plain(TensorInFile(x.tensor, op.shape, tuple(dims.index(dim) for dim in x.order), x.scales))
@@ -80,27 +80,27 @@ def slice_of(op: TfliteOp) -> TensorInFile:
 
 
 def part(op: TfliteOp, x: TensorInFile, dim: int, start: int, size: int) -> TensorInFile:
-    """Cut places out of a dimension of a value, in a step before the output."""
+    """Slice positions out of a dimension of a value, as an intermediate op."""
     like = x.moved([size if d == dim else count for d, count in enumerate(x.shape)], x.order)
     starts, sizes = ([start if d == dim else 0 for d in x.order], [like.shape[d] for d in x.order])
     return op.step("SLICE", [x, op.integers(starts), op.integers(sizes)], like)
 
 
 def place(op: TfliteOp, x: TensorInFile, dim: int, index: int, name: str = "") -> TensorInFile:
-    """Cut one place out of a dimension of a value, and drop the dimension."""
+    """Select one position of a dimension of a value, and drop the dimension."""
     shape = [count for d, count in enumerate(x.shape) if d != dim]
     return op.reshaped(part(op, x, dim, index, 1), shape, name)
 
 
 def select(op: TfliteOp) -> TensorInFile:
-    """Cut one place out of a dimension, and drop it."""
+    """Select one position of a dimension, and drop the dimension."""
     x = op.value("self")
     dim = op.args["dim"] % len(x.shape)
     return place(op, x, dim, op.args["index"] % x.shape[dim], op.name)
 
 
 def joined(op: TfliteOp, values: Sequence[TensorInFile], dim: int) -> TensorInFile:
-    """Join values in one order along a dimension, in a step before the output."""
+    """Concatenate values in one order along a dimension, as an intermediate op."""
     first = values[0]
     sizes = [sum(x.shape[d] for x in values) if d == dim else size for d, size in enumerate(first.shape)]
     like = first.moved(sizes, first.order)
@@ -108,7 +108,7 @@ def joined(op: TfliteOp, values: Sequence[TensorInFile], dim: int) -> TensorInFi
 
 
 def stacked(op: TfliteOp, values: Sequence[TensorInFile], dim: int = 0) -> TensorInFile:
-    """Join values of one shape along a new dimension."""
+    """Stack values of one shape along a new dimension."""
     shape = values[0].shape
     return joined(op, [op.reshaped(x, (*shape[:dim], 1, *shape[dim:])) for x in values], dim)
 
@@ -126,7 +126,7 @@ def zero_pad(op: TfliteOp) -> TensorInFile:
         ends[len(ends) - 1 - i] = given[2 * i], given[2 * i + 1]
     if any(min(pair) < 0 for pair in ends) or op.args.get("mode", "constant") != "constant" or op.args["value"]:
         raise ValueError(
-            f"export_litert: {op.node.name!r} pads with values other than zero, or crops; LiteRT pads only with zeros."
+            f"export_litert: {op.node.name!r} pads with other values than zero, or crops; LiteRT supports only zero padding."
         )
     sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
     return op.emit("PAD", [x, sizes], x)

@@ -1,4 +1,4 @@
-"""What a kernel reads of an op of the program, and what it adds to the file."""
+"""The interface of kernels: an op of the program, and the tensors and ops that are added to the file."""
 
 import math
 import operator
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from qtoolkit.export.tflite.lowering import Lowering
 
 IMAGE = (0, 2, 3, 1)  # the model's dimension of each axis of an image in the file
-# The activations that kernels join, by the ends of their ranges.
+# The activations that kernels fuse, by the bounds of their ranges.
 ACTIVATIONS: Mapping[tuple[float, float], str] = {(0, 6): "RELU6", (0, math.inf): "RELU", (-1, 1): "RELU_N1_TO_1"}
-# Ops that return several tensors, and what takes one of them: all of its places along a dimension, or one place.
+# Ops that return several tensors, and how one is taken: all positions along a dimension, or one position.
 SPLITS = {"chunk": "slice", "split": "slice", "split_with_sizes": "slice", "tensor_split": "slice", "unbind": "select"}
 EXTREMES = {"max": "amax", "min": "amin"}  # what takes the values of x.max(1) is a reduction
 
 
 def name_of_op(node: fx.Node) -> str:
-    """Return the name of the op of aten that a node calls, without its overload, or of the Python function.
+    """Return the name of a node's aten op, without its overload, or of its Python function.
 
-    What takes one of the parts of a split is a slice, or the selection of one place.
+    Taking one part of a split counts as a slice, or as a select of one position.
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         parts = SPLITS if node.args[1] else SPLITS | EXTREMES
@@ -52,19 +52,19 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def returns_several(node: fx.Node) -> bool:
-    """Return whether an op returns several tensors, each of which is computed by what takes it."""
+    """Return whether an op returns several tensors that its users compute."""
     name = name_of_op(node)
     return name in SPLITS or (name in EXTREMES and not isinstance(node.meta["val"], Tensor))
 
 
 def activation_of(node: fx.Node) -> str:
-    """Return the activation of LiteRT that a node computes; "" if it is none that kernels join."""
+    """Return the LiteRT activation of a node; "" if kernels cannot fuse it."""
     bounds = bounds_of(node)
     return "" if bounds is None else ACTIVATIONS.get((bounds.low, bounds.high), "")
 
 
 def bounds_of(node: fx.Node) -> Bounds | None:
-    """Return the bounds of a ReLU or a clip; None of another op, and where they are computed."""
+    """Return the bounds of a ReLU or a clip; None for other ops, and for computed bounds."""
     of_arguments = CLIPS_OF_ATEN.get(name_of_op(node).removesuffix("_"))
     if of_arguments is None:
         return None
@@ -73,9 +73,9 @@ def bounds_of(node: fx.Node) -> Bounds | None:
 
 
 class TfliteOp:
-    """An op of the program, with its inputs in the file, and the tensors and ops that its kernel adds.
+    """An op of the program: its inputs in the file, and the tensors and ops that its kernel adds.
 
-    `scales` and `name` are its output's: no scales where it computes in float. `activation` is one that it computes too.
+    `scales` and `name` describe its output; there are no scales if it computes in float. `activation` is a fused activation.
     """
 
     def __init__(self, lowering: "Lowering", node: fx.Node, scales: Scales | None, activation: str, name: str) -> None:
@@ -93,7 +93,7 @@ class TfliteOp:
     # ---- inputs
 
     def value(self, argument: "str | fx.Node") -> TensorInFile:
-        """Return an input: its codes, where the op computes in integers, or floats."""
+        """Return an input: integers if the op computes in integers, otherwise floats."""
         node: fx.Node = self.args[argument] if isinstance(argument, str) else argument
         constant = self.lowering.constant(node)
         if constant is not None:
@@ -113,7 +113,7 @@ class TfliteOp:
         return TensorInFile(tensor, tuple(codes.shape), order, scales)
 
     def image(self, argument: str) -> TensorInFile:
-        """Return an input of four dimensions with its channels last."""
+        """Return an input of four dimensions in NHWC."""
         return self.ordered(self.value(argument), IMAGE)
 
     def plain(self, value: TensorInFile) -> TensorInFile:
@@ -121,7 +121,7 @@ class TfliteOp:
         return self.ordered(value, tuple(range(len(value.shape))))
 
     def ordered(self, value: TensorInFile, order: Sequence[int]) -> TensorInFile:
-        """Return a value in another order of dimensions: by a TRANSPOSE, or by a RESHAPE where that moves nothing."""
+        """Return a value in another order of dimensions: by a TRANSPOSE, or by a RESHAPE if no data moves."""
         if value.order == tuple(order):
             return value
         if _moves_nothing(value, order):
@@ -139,7 +139,7 @@ class TfliteOp:
     def arranged_as(
         self, value: TensorInFile, shape: Sequence[int], order: Sequence[int], name: str = ""
     ) -> TensorInFile:
-        """Add a reshape that moves no value, with the file's axes in this order of the shape's dimensions."""
+        """Add a reshape without data movement, with the file's axes in this order of the shape's dimensions."""
         sizes, like = in_order(shape, order), value.moved(shape, order)
         name = name or f"{self.name}.reshaped"
         return self.lowering.emit(
@@ -162,27 +162,27 @@ class TfliteOp:
         return self.lowering.emit(op, inputs, self.name, output, **values)
 
     def step(self, op: str, inputs: Sequence[TensorInFile | int], like: TensorInFile, **values: object) -> TensorInFile:
-        """Add an op before the last one, whose output has the shape, the order and the grid of a value."""
+        """Add an intermediate op with the shape, order and grid of a value for its output."""
         return self.lowering.emit(op, inputs, f"{self.name}.{op.lower()}", like, **values)
 
     # ---- weights
 
     def stored(self, node: fx.Node) -> Tensor:
-        """Return a weight, or another tensor that the file stores. Raises ValueError: it is computed from the inputs."""
+        """Return a weight, or another stored tensor. Raises ValueError: it is computed from the inputs."""
         values = self.lowering.constant(node)
         if values is None:
             raise ValueError(
-                f"export_litert: the weight of {self.node.name!r} is computed from the inputs, and a file of LiteRT stores "
-                f"weights; export another part of the model."
+                f"export_litert: the weight of {self.node.name!r} is computed from the inputs, but LiteRT files need constant "
+                "weights; export another part of the model."
             )
         return values
 
     def weight(
         self, argument: str, axes: Sequence[int], channel: int, reshape: Sequence[int] | None = None
     ) -> tuple[int, Array | None]:
-        """Return a weight as a constant with these of its axes, and its scales.
+        """Return a weight as a constant with these axes, and its scales.
 
-        `channel` is the axis of the output channels in the file, `reshape` the shape there, where it has other dimensions.
+        `channel` is the axis of the output channels in the file; `reshape` is the shape in the file, if the dimensions differ.
         """
         node = self.args[argument]
         values = self.stored(node)
@@ -195,7 +195,7 @@ class TfliteOp:
         return tensor, scale.numpy()
 
     def bias(self, source: TensorInFile, weight_scales: Array | None, channels: int) -> int:
-        """Return the bias as a constant: in int32 at input scale times weight scale, where the op computes in integers."""
+        """Return the bias as a constant: int32 at input scale times weight scale if the op computes in integers."""
         node = self.args.get("bias")
         given = torch.zeros(channels) if node is None else self.stored(node).float()
         if self.scales is None or source.scales is None or weight_scales is None:

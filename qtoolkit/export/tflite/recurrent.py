@@ -1,6 +1,6 @@
-"""LSTM and GRU, step by step and in float: a call begins with the states that the model gives it, and leaves none behind.
+"""LSTM and GRU, step by step and in float. A call starts with the states that the model passes, and keeps no state.
 
-LiteRT's own ops of whole layers keep their states from one call of the interpreter to the next.
+LiteRT's ops for whole layers keep their states between calls of the interpreter.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ State = tuple[TensorInFile, ...]  # the hidden state (n, hidden), of an LSTM the
 
 @dataclass(frozen=True)
 class _Weights:
-    """The weights and biases of one direction of a layer, as torch's cells have them."""
+    """The weights and biases of one direction of a layer, in the form of torch's cells."""
 
     ih: Tensor
     hh: Tensor
@@ -25,7 +25,7 @@ class _Weights:
     bias_hh: Tensor | None = None
 
 
-# Takes the gates' products with the input (n, gates * hidden) and the state, and returns the next state.
+# Takes the products of input and gate weights (n, gates * hidden) and the state, and returns the next state.
 Step = Callable[[TfliteOp, TensorInFile, State, _Weights], State]
 
 
@@ -52,7 +52,7 @@ def gru_step(op: TfliteOp, gates: TensorInFile, state: State, weights: _Weights)
 
 
 def cell(step: Step) -> Callable[[TfliteOp], TensorInFile | State]:
-    """Return the kernel of a cell, which takes one step."""
+    """Return the kernel of a cell, which computes one step."""
 
     def emit(op: TfliteOp) -> TensorInFile | State:
         given = [op.args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
@@ -65,7 +65,7 @@ def cell(step: Step) -> Callable[[TfliteOp], TensorInFile | State]:
 
 
 def layer(step: Step) -> Callable[[TfliteOp], tuple[TensorInFile, ...]]:
-    """Return the kernel of a layer, which takes all steps of all its layers and directions."""
+    """Return the kernel of a layer, which computes all steps, layers and directions."""
 
     def emit(op: TfliteOp) -> tuple[TensorInFile, ...]:
         x, firsts = op.plain(op.value("input")), [op.plain(op.value(node)) for node in _nodes(op.args["hx"])]
@@ -89,13 +89,13 @@ def layer(step: Step) -> Callable[[TfliteOp], tuple[TensorInFile, ...]]:
 def _weights(op: TfliteOp) -> list[_Weights]:
     """Return the weights of each direction of each layer, in the order of the states."""
     if "params" not in op.args:
-        raise ValueError(f"export_litert: {op.node.name!r} takes packed sequences; export it for padded ones.")
+        raise ValueError(f"export_litert: {op.node.name!r} takes packed sequences; export it for padded sequences.")
     params = [op.stored(node) for node in op.args["params"]]
     count = op.args["num_layers"] * (2 if op.args["bidirectional"] else 1)
     each = 4 if op.args["has_biases"] else 2
     if len(params) != each * count:
         raise ValueError(
-            f"export_litert: {op.node.name!r} projects its states; set proj_size to 0, and put a Linear behind the layer."
+            f"export_litert: {op.node.name!r} has proj_size; set proj_size=0, and add a Linear after the layer."
         )
     return [_Weights(*params[i : i + each]) for i in range(0, len(params), each)]
 
@@ -123,7 +123,7 @@ def _product(op: TfliteOp, x: TensorInFile, weight: Tensor, bias: Tensor | None)
 
 
 def _parts(op: TfliteOp, x: TensorInFile, count: int) -> list[TensorInFile]:
-    """Cut the gates out of their products."""
+    """Split the gates."""
     size = x.shape[1] // count
     return [part(op, x, 1, i * size, size) for i in range(count)]
 

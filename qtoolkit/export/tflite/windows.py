@@ -1,4 +1,4 @@
-"""Windows that move over images, and their padding; kernels of pools, means and resizes."""
+"""Sliding windows and their padding; kernels of pools, means and resizes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from qtoolkit.export.tflite.ops import TfliteOp
 
 @dataclass(frozen=True)
 class Window:
-    """The sizes of a window that moves over an image, by height and width."""
+    """The sizes of a sliding window, for height and width."""
 
     size: tuple[int, ...]  # of the window
     stride: tuple[int, ...]  # of its steps
@@ -21,7 +21,7 @@ class Window:
 
     @classmethod
     def of(cls, args: Mapping[str, Any], size: Sequence[int], image: Sequence[int], out: Sequence[int]) -> "Window":
-        """Return the window of an op with these arguments over an image, with an output of these sizes."""
+        """Return the window of an op with these arguments, input sizes and output sizes."""
         size, stride, dilation = two(size), two(args.get("stride") or size), two(args.get("dilation", 1))
         given = args.get("padding", 0)
         padding = []
@@ -32,7 +32,7 @@ class Window:
         return cls(size, stride, dilation, tuple(padding))
 
     def is_same(self, image: Sequence[int], out: Sequence[int]) -> bool:
-        """Return whether LiteRT's padding "SAME" is this padding."""
+        """Return whether LiteRT's padding "SAME" equals this padding."""
         return all(self._is_same(d, image[d], out[d]) for d in range(2))
 
     def _is_same(self, d: int, image: int, out: int) -> bool:
@@ -48,7 +48,7 @@ def two(value: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def padded(op: TfliteOp, x: TensorInFile, window: Window, lowest: bool = False) -> tuple[TensorInFile, str]:
-    """Return an image with its padding as an op of its own, and the padding that is left to the kernel."""
+    """Return an image, padded by a separate op if necessary, and the padding option of the kernel."""
     image, out = x.shape[2:], op.shape[2:]
     if not any(any(ends) for ends in window.padding):
         return x, "VALID"
@@ -58,7 +58,7 @@ def padded(op: TfliteOp, x: TensorInFile, window: Window, lowest: bool = False) 
 
 
 def pad(op: TfliteOp, x: TensorInFile, ends: Sequence[tuple[int, int]], lowest: bool = False) -> TensorInFile:
-    """Return a value with zeros, or with the lowest value, before and behind its dimensions."""
+    """Return a value padded with zeros, or with the lowest value, before and after its dimensions."""
     shape = [size + before + behind for size, (before, behind) in zip(x.shape, ends, strict=True)]
     sizes = op.constant(np.array([ends[dim] for dim in x.order], np.int32), "padding")
     like = x.moved(shape, x.order)
@@ -85,32 +85,32 @@ def dilations(window: Window) -> dict[str, int]:
 
 
 def max_pool(op: TfliteOp) -> TensorInFile:
-    """Pad with the lowest value, where the kernel does not, and add a max pool."""
+    """Add a max pool; pad with the lowest value if the kernel does not."""
     x = op.image("self")
     window = Window.of(op.args, op.args["kernel_size"], x.shape[2:], op.shape[2:])
     if set(window.dilation) != {1}:
         raise ValueError(
-            f"export_litert: LiteRT's max pool has no dilation, got {window.dilation} in {op.node.name!r}."
+            f"export_litert: LiteRT's max pool supports no dilation, got {window.dilation} in {op.node.name!r}."
         )
     x, padding = padded(op, x, window, lowest=True)
     return _pool(op, "MAX_POOL_2D", x, window, padding)
 
 
 def avg_pool(op: TfliteOp) -> TensorInFile:
-    """Pad with zeros, where these count, or let the kernel leave the padding out."""
+    """Pad with zeros if padding counts, or let the kernel exclude the padding."""
     x = op.image("self")
     window = Window.of(op.args, op.args["kernel_size"], x.shape[2:], op.shape[2:])
     pads = any(any(ends) for ends in window.padding)
     if op.args["divisor_override"] or (pads and op.args["ceil_mode"]):
-        raise ValueError(f"export_litert: LiteRT's average pool has no ceil_mode and divisor: {op.node.name!r}.")
+        raise ValueError(f"export_litert: LiteRT's average pool has no ceil_mode and no divisor: {op.node.name!r}.")
     if not pads:
         return _pool(op, "AVERAGE_POOL_2D", x, window, "VALID")
     if op.args["count_include_pad"]:
         return _pool(op, "AVERAGE_POOL_2D", pad(op, x, [(0, 0), (0, 0), *window.padding]), window, "VALID")
     if not window.is_same(x.shape[2:], op.shape[2:]):
         raise ValueError(
-            f"export_litert: LiteRT's average pool excludes the padding only if it is TensorFlow's SAME, not "
-            f"{window.padding} as in {op.node.name!r}; set count_include_pad=True."
+            f"export_litert: LiteRT's average pool excludes padding only for TensorFlow's SAME, but {op.node.name!r} has the "
+            f"padding {window.padding}; set count_include_pad=True."
         )
     return _pool(op, "AVERAGE_POOL_2D", x, window, "SAME")
 
@@ -122,20 +122,20 @@ def _pool(op: TfliteOp, kernel: str, x: TensorInFile, window: Window, padding: s
 
 
 def adaptive_pool(op: TfliteOp) -> TensorInFile:
-    """Add an average pool whose windows have one size."""
+    """Add an average pool with windows of equal size."""
     x = op.image("self")
     image, out = x.shape[2:], op.shape[2:]
     if any(image[d] % out[d] for d in range(2)):
         raise ValueError(
-            f"export_litert: the adaptive pool {op.node.name!r} has windows of different sizes from {image} to {out}; take "
-            f"a size that divides the image's."
+            f"export_litert: the adaptive pool {op.node.name!r} has windows of different sizes from {image} to {out}; use an "
+            "output size that divides the input size."
         )
     size = tuple(image[d] // out[d] for d in range(2))
     return _pool(op, "AVERAGE_POOL_2D", x, Window(size, size, (1, 1), ((0, 0), (0, 0))), "VALID")
 
 
 def reduction(kind: str) -> Callable[[TfliteOp], TensorInFile]:
-    """Return what adds a mean, or a reduction to the largest or the smallest values."""
+    """Return the kernel of a mean, or of a reduction to the largest or smallest values."""
 
     def emit(op: TfliteOp) -> TensorInFile:
         x, rank = op.value("self"), len(op.args["self"].meta["val"].shape)

@@ -1,1 +1,1 @@
-"""Verification: the codes of runtimes beside the model's."""
+"""Verification: compare the quantized values of runtimes with the model."""

@@ -1,4 +1,4 @@
-"""compare_runtimes(): whether runtimes compute the codes that a file says, without the model that it was written from."""
+"""compare_runtimes(): compare the quantized values of runtimes with a file's own evaluation, without the PyTorch model."""
 
 import math
 import os
@@ -34,11 +34,11 @@ INTEGERS = (np.int8, np.uint8, np.int16, np.uint16)
 
 @dataclass(frozen=True)
 class RuntimeComparison:
-    """What `compare_runtimes` returns.
+    """The result of `compare_runtimes`.
 
     Attributes:
-        runtimes: For each runtime, how its codes and outputs compare with the file's evaluation.
-        program: For each runtime, the largest difference between its outputs and the program's; {} without one.
+        runtimes: For each runtime, the comparison of its quantized values and outputs with the file's evaluation.
+        program: For each runtime, the largest difference between its outputs and the program's outputs; {} without a program.
     """
 
     runtimes: Mapping[str, RuntimeCodes]
@@ -46,12 +46,12 @@ class RuntimeComparison:
 
     @property
     def share(self) -> float:
-        """The largest share of differing codes of a runtime."""
+        """The largest share of differing quantized values of a runtime."""
         return max((codes.codes.share for codes in self.runtimes.values()), default=0.0)
 
     def __str__(self) -> str:
         lines = [str(codes) for codes in self.runtimes.values()]
-        lines += [f"{name}, outputs: largest difference from the program {d:.3g}" for name, d in self.program.items()]
+        lines += [f"{name}, outputs: max abs difference from the program {d:.3g}" for name, d in self.program.items()]
         return "\n".join(lines)
 
 
@@ -64,28 +64,28 @@ def compare_runtimes(
     seed: int = 0,
     progress: bool = True,
 ) -> RuntimeComparison:
-    """Run a file with Q/DQ pairs, of any tool, in runtimes at their default settings, and compare all its codes end to end.
+    """Run any file with Q/DQ pairs in runtimes at their default settings, and compare all quantized values end to end.
 
-    They are compared with the file's evaluation as it stands, node by node, in onnxruntime without graph optimizations.
-    Runtimes fuse nodes into integer kernels, which round in another order. A difference therefore does not tell who is right;
-    it tells where one begins. With the model at hand, `verify` compares its own codes.
+    The reference is the file's evaluation node by node, in onnxruntime without graph optimizations. Runtimes fuse nodes into
+    integer kernels, which may round differently. The result shows where differences begin, but not which side is right. If you
+    have the PyTorch model, use `verify`, which compares with the model.
 
     Args:
         path: The file.
-        inputs: Arrays by the name of the file's input. Without them: random ones, with 1 for each size that varies.
+        inputs: Arrays by input name. Default: random arrays, with size 1 for dynamic dimensions.
         runtimes: "onnxruntime", "openvino" or both, on the CPU.
-        program: A callable with the file's inputs and outputs, such as `torch.export.load("model.pt2").module()`, whose
-            outputs are compared too.
-        seed: Of the random inputs.
+        program: A callable with the file's inputs and outputs, such as `torch.export.load("model.pt2").module()`. Its outputs
+            are compared too.
+        seed: Seed of the random inputs.
         progress: Show a progress bar.
 
     Returns:
-        For each runtime: the codes compared and differing at each QuantizeLinear, the first that differs, the difference of the
-        outputs, and the nodes that compute in integers and in float. Quantizers in the bodies of If, Loop and Scan are in
-        `not_compared`.
+        For each runtime: the number of compared and of differing values at each QuantizeLinear, the first QuantizeLinear that
+            differs, the difference of the outputs, and the nodes that compute in integers and in float. Quantizers in the
+            bodies of If, Loop and Scan are in `not_compared`.
 
     Raises:
-        ValueError: A runtime is not known; the inputs do not fit; or, as `UnreadableFileError`, the file cannot be read or has
+        ValueError: A runtime is unknown; the inputs do not match; or, as `UnreadableFileError`, the file cannot be read or has
             no Q/DQ nodes.
         ImportError: A runtime is not installed.
         RuntimeError: A runtime cannot run the file.
@@ -109,8 +109,8 @@ def compare_runtimes(
     nodes = [node for node in pairs(graph) if node.quantizer in grids and not node.is_constant]
     if not nodes:
         raise UnreadableFileError(
-            f"{str(path)!r} has no QuantizeLinear of an activation with a constant scale and integer codes of 8 or 16 bits; "
-            f"there are no codes to compare."
+            f"{str(path)!r} has no QuantizeLinear of an activation with a constant scale and 8-bit or 16-bit integers, so "
+            "there is nothing to compare."
         )
     names = [*(node.quantizer for node in nodes), *quantizers_in_bodies(graph)]
     tensors = _inputs(graph, inputs, seed)
@@ -137,7 +137,7 @@ def _run(name: str, *request: *ExecutionRequest) -> Executed:
 
 
 def _compare(reference: Executed, run: Executed, nodes: Sequence[QuantizerNode], names: Sequence[str]) -> RuntimeCodes:
-    """Return what differs between two runs; `names` lists all quantizers, also where no run has their codes."""
+    """Return the differences between two runs; `names` lists all quantizers, including quantizers that no run returns."""
     read = {node.quantizer: node.codes for node in nodes if node.codes in reference.codes and node.codes in run.codes}
     counts = {name: CodeCount.of(run.codes[codes], reference.codes[codes]) for name, codes in read.items()}
     return RuntimeCodes.of(run, counts, reference.outputs, names)
@@ -147,19 +147,19 @@ def _difference(expected: Sequence[Tensor], outputs: Sequence[Array]) -> float:
     shapes = [tuple(tensor.shape) for tensor in expected], [tuple(np.shape(output)) for output in outputs]
     if shapes[0] != shapes[1]:
         raise ValueError(
-            f"the program returns tensors of shapes {shapes[0]}, and the file {shapes[1]}; pass its own program."
+            f"the program returns tensors of shapes {shapes[0]}, and the file {shapes[1]}; pass the program of this file."
         )
     return largest_difference(expected, outputs)
 
 
 def _grids(graph: "onnx.GraphProto", file: Path) -> dict[str, Grid]:
-    """Return the grid of each quantizer with integer codes and a constant scale, by its name."""
+    """Return the grid of each integer quantizer with a constant scale, by name."""
     made = [(node.output[0], node.attribute) for node in graph.node if node.op_type == "Constant"]
     values = {name: each.t for name, attributes in made for each in attributes if each.name == "value"}
     constants = {**{tensor.name: tensor for tensor in graph.initializer}, **values}
 
     def array(name: str) -> Array | None:
-        """Return a constant; None where it is computed."""
+        """Return a constant; None if it is computed."""
         return array_of(constants[name], file) if name in constants else None
 
     by_output = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
@@ -191,7 +191,7 @@ def _inputs(graph: "onnx.GraphProto", given: Mapping[str, ArrayLike] | None, see
     tensors = {value.name: torch.from_numpy(np.ascontiguousarray(given[value.name])) for value in values}
     if with_nan := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
         raise ValueError(
-            f"compare_runtimes: input {with_nan[0]!r} has NaN, for which nothing can be compared; pass numbers."
+            f"compare_runtimes: input {with_nan[0]!r} contains NaN, so nothing can be compared; pass finite numbers."
         )
     return list(tensors.values())
 
@@ -201,19 +201,19 @@ def _random(value: "onnx.ValueInfoProto", generator: np.random.Generator) -> Arr
 
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type") or not kind.elem_type:
-        raise ValueError(f"input {value.name!r} of the file is no tensor of a known type; pass inputs.")
+        raise ValueError(f"input {value.name!r} of the file has no known tensor type; pass inputs.")
     shape = [max(dim.dim_value, 1) for dim in kind.shape.dim]
     if math.prod(shape) > LARGEST_INPUT:
         raise ValueError(
-            f"input {value.name!r} of the file has {math.prod(shape)} values, of which random ones are made up to "
-            f"{LARGEST_INPUT}; pass inputs."
+            f"input {value.name!r} of the file has {math.prod(shape)} values, more than the limit of {LARGEST_INPUT} for "
+            "random inputs; pass inputs."
         )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
     if dtype.kind in "iu":  # indices: the first ones are valid wherever any is
         return np.asarray(generator.integers(0, 2, shape)).astype(dtype)
     if dtype.kind not in "fb":
         raise ValueError(
-            f"input {value.name!r} of the file has type {dtype}, for which there are no random values; pass inputs."
+            f"input {value.name!r} of the file has type {dtype}, for which random inputs are not supported; pass inputs."
         )
     numbers = np.asarray(generator.standard_normal(shape))
     return numbers.astype(dtype) if dtype.kind == "f" else np.asarray(numbers > 0)

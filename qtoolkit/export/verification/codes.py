@@ -1,4 +1,4 @@
-"""How codes and values of a model and a runtime differ, and which differences are rounding ties; positions of maxima too."""
+"""Count differences of quantized values between a model and a runtime, and detect rounding ties and ties of maxima."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from qtoolkit.errors import some
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.runtimes.execution import Array
 
-# The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one code.
+# The sums of a layer may round differently in two runtimes; a value near a rounding boundary then changes by one step.
 TIE_SHARE = 1e-4
 TIES_IN_SMALL_TENSORS = 4
 # Half the width, in steps, of the band around a rounding boundary in which runtimes may disagree: the rounding error of a sum
@@ -24,20 +24,20 @@ TIES_IN_SMALL_TENSORS = 4
 LEAST_BAND, LARGEST_BAND = 2**-10, 0.5
 # The name of each function of torch.nn.functional that returns positions, with the number of its dimensions.
 POOLS = re.compile(r"(?:adaptive_)?max_pool(\d)d_with_indices")
-# Largest share of an output's largest value by which it may differ where all codes are the same: bfloat16 has 8 bits.
+# Allowed relative difference of an output (to its largest value) for identical quantized values: bfloat16 has 8 bits.
 OUTPUT_ERROR = 0.02
 SUM_ERROR = 2**-18  # of the largest value: 32 units in the last place of a float32 sum
 
 
 @dataclass(frozen=True)
 class CodeCount:
-    """Result of a comparison of codes."""
+    """Result of a comparison of quantized values."""
 
     compared: int = 0  # how many codes were compared
     differing: int = 0  # how many of them differ
     steps: int = 0  # the largest difference
-    # how many of those that differ by one step belong to values within `tie_band` of a rounding boundary. A linear resize of
-    # quantized values, for example, places every eighth value there
+    # how many of the differences of one step are within `tie_band` of a rounding boundary. A linear resize of quantized
+    # values, for example, places every eighth value there
     ties: int = 0
 
     def __add__(self, other: "CodeCount") -> "CodeCount":
@@ -50,23 +50,23 @@ class CodeCount:
 
     @property
     def share(self) -> float:
-        """Share of the codes that differ."""
+        """Share of the quantized values that differ."""
         return self.differing / max(self.compared, 1)
 
     @classmethod
     def of(cls, ours: Array, theirs: Array, near: Array | bool = False) -> "CodeCount":
-        """Compare two arrays of codes; `near` marks the values that are near a rounding boundary."""
+        """Compare two arrays of quantized values; `near` marks values near a rounding boundary."""
         gap = np.abs(np.asarray(ours, np.int64) - np.asarray(theirs, np.int64))
         return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)), int(((gap == 1) & near).sum()))
 
     def allowed(self, share: float) -> float:
-        """Return how many codes may differ where a share of them may, of which small tensors have hardly one."""
+        """Return how many values may differ for an allowed share; at least one, for small tensors."""
         return max(TIES_IN_SMALL_TENSORS, share * self.compared)
 
     def are_ties(self, share: float = TIE_SHARE, steps: int = 1) -> bool:
         """Return whether rounding ties explain the differences: one step each, and few away from rounding boundaries.
 
-        A share of the codes may differ there. Codes of int16 may have two steps of the 65,536, in some runtimes.
+        A small share may differ away from them. int16 values may differ by two of the 65,536 steps in some runtimes.
         """
         return self.steps <= steps and self.differing - self.ties <= self.allowed(share)
 
@@ -80,7 +80,7 @@ def sum_of(counts: Iterable[CodeCount]) -> CodeCount:
 
 
 def largest_difference(ours: Sequence[Tensor | Array], theirs: Sequence[Tensor | Array]) -> float:
-    """Return the largest absolute difference between tensors or arrays of the same shapes; NaN where one of them has NaN."""
+    """Return the largest absolute difference between tensors or arrays of the same shapes; NaN if one of them contains NaN."""
     with np.errstate(invalid="ignore"):  # of equal infinities, whose difference is zero here
         pairs = ((_array(a), _array(b)) for a, b in zip(ours, theirs, strict=True))
         gaps = [np.where(a == b, 0.0, np.abs(a - b)).max(initial=0) for a, b in pairs]
@@ -88,29 +88,30 @@ def largest_difference(ours: Sequence[Tensor | Array], theirs: Sequence[Tensor |
 
 
 def relative_difference(ours: Tensor, theirs: Array) -> float:
-    """Return the largest difference between a tensor and an array, as a share of the largest finite value of both."""
+    """Return the largest difference between a tensor and an array, relative to the largest finite value of both."""
     sizes = np.abs(np.concatenate([np.ravel(_array(ours)), np.ravel(_array(theirs))]))
     size, gap = float(sizes[np.isfinite(sizes)].max(initial=0)), largest_difference([ours], [theirs])
     return gap / size if size else gap
 
 
 def check_outputs(error: float, runtime: str, what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, where an output differs by more than rounding behind the same codes."""
+    """Raise RuntimeError, which begins with `what`, if an output differs by more than rounding for equal quantized values."""
     if error > OUTPUT_ERROR:
         raise RuntimeError(
-            f"{what}: an output differs in {runtime} by {error:.1%} of its largest value, where its inputs have the same "
-            f"codes; at most {OUTPUT_ERROR:.0%} is rounding. The file may be of another model: export this one. If it differs "
-            f"too, a layer behind the last quantizers computes something else: report it with the model."
+            f"{what}: an output differs in {runtime} by {error:.1%} of its largest value, although the quantized values before "
+            f"it are identical; rounding explains at most {OUTPUT_ERROR:.0%}. The file may belong to another model: export "
+            f"this one. If the new file differs too, an op after the last quantizers computes other values in {runtime}: "
+            "please report it with the model."
         )
 
 
 def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:
-    """Raise RuntimeError, which begins with `what`, where outputs or quantizers have NaN, whose codes say nothing."""
+    """Raise RuntimeError, which begins with `what`, if outputs or quantizers get NaN, which cannot be compared."""
     if nan or np.isnan(difference):
         place = "outputs have NaN" if np.isnan(difference) else f"the quantizers {some(list(map(repr, nan)))} get NaN"
         raise RuntimeError(
-            f"{what}: {place}, for which nothing can be compared; qtoolkit.stop_on_nonfinite(prepared) names the "
-            f"first quantizer that gets NaN. Pass inputs for which the model computes numbers."
+            f"{what}: {place}, so nothing can be compared; qtoolkit.stop_on_nonfinite(prepared) names the first quantizer that "
+            "gets NaN. Pass inputs for which the model computes finite numbers."
         )
 
 
@@ -120,14 +121,14 @@ def _array(value: Tensor | Array) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class QuantizerCall:
-    """What a quantizer of a converted model computes in one call."""
+    """One call of a quantizer in a converted model."""
 
     grid: Grid  # the quantizer
     codes: Array  # its codes, in the layout of the file
     x: Tensor | None = None  # what it quantizes; None where no difference counts as a tie
 
     def compare(self, theirs: Array) -> CodeCount:
-        """Compare the codes with a runtime's."""
+        """Compare the quantized values with a runtime's."""
         count = CodeCount.of(self.codes, theirs)
         if not count.differing or self.x is None or self.grid.scale.numel() != 1:
             return count
@@ -137,18 +138,18 @@ class QuantizerCall:
 
 
 def compare_codes(grid: Grid, x: Tensor, theirs: Array) -> CodeCount:
-    """Compare a quantizer's codes of x with a runtime's."""
+    """Compare a quantizer's quantized values of x with a runtime's."""
     return QuantizerCall(grid, codes_in_file(grid, x), x).compare(theirs)
 
 
 def tie_band(grid: Grid, dtype: torch.dtype) -> float:
-    """Return how far from a rounding boundary, in steps, two runtimes may disagree on a value that was computed in a dtype."""
+    """Return the band around a rounding boundary, in steps, in which runtimes may disagree on a value computed in a dtype."""
     error = max(SUM_ERROR, torch.finfo(dtype).eps if dtype.itemsize < 4 else 0)
     return min(max(LEAST_BAND, (grid.spec.qmax - grid.spec.qmin) * error), LARGEST_BAND)
 
 
 def codes_in_file(grid: Grid, x: Tensor) -> Array:
-    """Return the codes of x as an array in the layout of the file, in which the exporters write grouped weights."""
+    """Quantize x; return an array in the layout in which the exporters write grouped weights."""
     codes = grid.codes(x.detach()).cpu()
     if grid.group > 1:
         codes = codes.reshape(grid.group, -1, *codes.shape[1:]).transpose(1, 2).flatten(0, 1).flatten(1)
@@ -156,11 +157,11 @@ def codes_in_file(grid: Grid, x: Tensor) -> Array:
 
 
 class ChosenMaxima(TorchFunctionMode):
-    """Lets pools that return positions return those that another runtime chose, where these hold a maximum too.
+    """Makes pools that return positions use the positions of another runtime, if these hold a maximum too.
 
-    Otherwise an unpooling would place a value elsewhere, and all its codes there would differ. The positions come call
-    by call, counted through the whole input as ONNX's MaxPool does. A pool whose turn finds none of its shape
-    keeps its own.
+    Otherwise an unpooling would place values elsewhere, and many quantized values would differ. The positions are given call by
+    call, as flat indices into the whole input like ONNX's MaxPool. A pool without positions of its shape keeps its own
+    positions.
     """
 
     def __init__(self, positions: Iterable[Array]) -> None:
@@ -168,7 +169,7 @@ class ChosenMaxima(TorchFunctionMode):
         self.positions = iter(positions)
 
     def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:
-        """Call a function, and choose the positions that it returns."""
+        """Call a function, and replace the positions that it returns."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         pool = POOLS.fullmatch(getattr(func, "__name__", ""))

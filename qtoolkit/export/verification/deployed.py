@@ -1,4 +1,4 @@
-"""Comparison of all codes of a model with those that a runtime computes from its file, end to end."""
+"""End-to-end comparison of all quantized values between a model and a runtime that runs its file."""
 
 import math
 import warnings
@@ -25,17 +25,17 @@ SHOWN = 5  # names of layers in a line
 
 
 class Verdict(Enum):
-    """What a comparison with a runtime found.
+    """The verdict of a comparison with a runtime.
 
     Attributes:
-        EQUAL: All codes that were compared are the same, end to end.
-        ROUNDING: Codes differ end to end, but each quantizer's, computed from the runtime's own codes before it, differ by no
-            more than the runtime's order of rounding explains.
-        FLOAT16: The file is in float16. Codes differ from those of the model in float16 end to end, but each quantizer's,
-            computed from the runtime's own codes before it, only as the rounding of float16 explains.
-        SATURATES: The runtime's integer sums saturate on this processor, so that its codes are wrong for some inputs, or for
-            these: the file has int8 weights, and the processor has no VNNI instructions.
-        DIFFERENT: The runtime computes something else than the model.
+        EQUAL: All compared quantized values are identical, end to end.
+        ROUNDING: Quantized values differ end to end, but layer by layer, with the runtime's quantized values as inputs, only by
+            rounding.
+        FLOAT16: The file is in float16. Quantized values differ from the float16 model end to end, but layer by layer, with the
+            runtime's quantized values as inputs, only by float16 rounding.
+        SATURATES: The runtime's integer sums saturate on this processor, so its results are wrong for some inputs: the file has
+            int8 weights, and the processor has no VNNI instructions.
+        DIFFERENT: The runtime computes other values than the model.
     """
 
     EQUAL = "equal"
@@ -50,31 +50,31 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class RuntimeCodes:
-    """How the codes of one runtime compare with the model's, end to end.
+    """Comparison of one runtime's quantized values with the model, end to end.
 
     Attributes:
         runtime: The runtime and its version.
         by_quantizer: The comparison at each activation quantizer, in the order of the file.
-        output_difference: The largest absolute difference of the outputs.
-        layers: The nodes that compute, as the runtime optimized them, and which of them compute on integer codes.
-        conversions: How many nodes convert between floats and codes.
-        not_compared: Quantizers whose codes cannot be read in the runtime, that are not executed for these inputs, or whose
-            codes are random numbers, of which each run draws others.
-        changed_by_reading: The largest difference in the outputs between the graph that users run and the one that also
-            returns the codes.
-        share: The share of the codes that may differ, by one step each, because the runtime rounds in another order.
-        remark: What users of this runtime have to know, beside the figures; "" for nothing.
-        layer_by_layer: The comparison at each quantizer when the model computes it from the runtime's codes at the quantizers
-            before it: the differences that begin there. None where no model computes, in `compare_runtimes`.
-        unrounded: Quantizers at which the runtime does not round in the graph that users run.
-        weights: The comparison of the weights' codes in the file with the model's, by the names of their quantizers.
-        on_codes: The layers that the model itself computes in integers.
-        steps: By how many steps a code may differ where the runtime rounds in another order.
-        nan: The quantizers of the model that get NaN, for which there is nothing to compare.
-        output_error: The largest difference of the outputs when the model computes them from the runtime's codes, as a share of
-            the largest value: of the outputs of an ONNX file behind ops whose results change little where their inputs do.
-        saturating: The layers whose sums of products may saturate on this processor.
-        float16: Whether the file is in float16, and with it the model that it is compared with.
+        output_difference: The maximum absolute difference of the outputs.
+        layers: The compute nodes of the runtime's optimized graph, and which of them compute in integers.
+        conversions: The number of nodes that quantize or dequantize.
+        not_compared: Quantizers that cannot be compared: the runtime does not return their values, they are not executed for
+            these inputs, or their values depend on random numbers that differ in each run.
+        changed_by_reading: The largest difference of outputs between the graph that users run and the graph that also returns
+            the quantized values.
+        share: The share of quantized values that may differ by one step because the runtime rounds in another order.
+        remark: An additional note for users of this runtime; "" if there is none.
+        layer_by_layer: The comparison at each quantizer if the model's layers get the runtime's quantized values as inputs: the
+            differences that begin there. None in `compare_runtimes`, which has no model.
+        unrounded: Quantizers that the runtime skips in the graph that users run.
+        weights: The comparison of quantized weights between file and model, by the names of their quantizers.
+        on_codes: The layers that the PyTorch model computes in integers.
+        steps: By how many steps a quantized value may differ because the runtime rounds in another order.
+        nan: The quantizers of the model that get NaN, and cannot be compared.
+        output_error: The largest relative difference of the outputs if the model computes them from the runtime's quantized
+            values. It covers outputs of an ONNX file that are smooth functions of the last quantized values.
+        saturating: The layers with sums of products that may saturate on this processor.
+        float16: Whether the file, and the model that it is compared with, are in float16.
     """
 
     runtime: str
@@ -104,9 +104,9 @@ class RuntimeCodes:
         outputs: Sequence[Tensor | Array],
         names: Iterable[str],
     ) -> "RuntimeCodes":
-        """Return the comparison of one execution: its counts, and its outputs with others.
+        """Return the comparison of one execution: its counts, and the difference of its outputs.
 
-        `names` are the quantizers that should be compared. What a model gives has the defaults.
+        `names` are the quantizers that should be compared. The values that only a model can give have defaults.
         """
         return cls(
             by_quantizer=counts,
@@ -122,17 +122,17 @@ class RuntimeCodes:
 
     @property
     def layer_codes(self) -> CodeCount:
-        """The sum of `layer_by_layer` over all quantizers; `codes` without it."""
+        """The sum of `layer_by_layer` over all quantizers; `codes` if it is None."""
         return self.codes if self.layer_by_layer is None else sum_of(self.layer_by_layer.values())
 
     @property
     def first_difference(self) -> str | None:
-        """The first quantizer in the order of the file at which a code differs; None if none does."""
+        """The first quantizer, in the order of the file, with a difference; None if there is none."""
         return next((name for name, count in self.by_quantizer.items() if count.differing), None)
 
     @property
     def integer_layers(self) -> tuple[ExecutedLayer, ...]:
-        """The nodes that compute on integer codes."""
+        """The nodes that compute in integers."""
         return tuple(layer for layer in self.layers if layer.integer)
 
     @property
@@ -142,18 +142,18 @@ class RuntimeCodes:
 
     @property
     def other_weights(self) -> tuple[str, ...]:
-        """The quantizers of weights whose codes in the file are not the model's."""
+        """The weight quantizers with other values in the file than in the model."""
         return tuple(name for name, count in self.weights.items() if count.differing)
 
     @property
     def verdict(self) -> Verdict:
-        """What the comparison found.
+        """The verdict of the comparison.
 
-        End to end, all codes must be the same where all layers of the runtime run in integers. Elsewhere a few float sums round
-        in another order, and the layers behind them spread each difference; `layer_codes` then count those that begin at a
-        quantizer, by one step: any of values at a rounding boundary, and a share of the others. An output must be the model's
-        up to rounding. In a file in float16 a value is at a boundary that lies within float16's last place of the largest
-        value of the grid: of 255 steps, within a quarter of a step.
+        If the runtime computes all layers in integers, all quantized values must be identical end to end. Otherwise a few float
+        sums round differently, and later layers spread each difference. `layer_codes` then counts the differences that begin at
+        a quantizer. They must be one step: any number at rounding boundaries, and a small share elsewhere. Outputs must match
+        up to rounding. In a float16 file, a value counts as at a boundary if it is within one float16 unit in the last place of
+        the grid's largest value: with 255 steps, within a quarter of a step.
         """
         compared_nothing = self.not_compared and not self.codes.compared
         has_nan = bool(self.nan) or math.isnan(self.output_difference)
@@ -173,20 +173,20 @@ class RuntimeCodes:
         return Verdict.FLOAT16 if self.float16 else Verdict.ROUNDING
 
     def check(self) -> Verdict:
-        """Raise an error where the runtime does not compute what the model computes.
+        """Raise an error if the runtime does not compute the values of the model.
 
         Returns:
-            `Verdict.EQUAL`: all codes are the same end to end. `Verdict.ROUNDING`, or `Verdict.FLOAT16` for a file in float16:
-            some differ end to end, and layer by layer rounding alone explains them; this is never returned where all layers
-            of onnxruntime run in integers.
+            `Verdict.EQUAL`: all quantized values are identical end to end. `Verdict.ROUNDING`, or `Verdict.FLOAT16` for a file
+            in float16: some differ end to end, and layer by layer rounding explains every difference. This is never returned if
+            onnxruntime computes all layers in integers.
 
         Raises:
-            RuntimeError: The verdict is `Verdict.SATURATES` or `Verdict.DIFFERENT`; the message says which of the causes it is,
-                and the first place.
+            RuntimeError: The verdict is `Verdict.SATURATES` or `Verdict.DIFFERENT`; the message gives the cause and the first
+                quantizer.
 
         Warns:
-            UserWarning: Quantizers could not be compared, or rounding in a few places has changed more codes behind them than
-                rounding explains in one layer: the outputs are not the model's.
+            UserWarning: Quantizers could not be compared, or later layers amplified a few rounding differences, so the outputs
+                differ from the model.
         """
         check_numbers(self.output_difference, self.nan, "verify")
         verdict = self.verdict
@@ -199,41 +199,43 @@ class RuntimeCodes:
             raise RuntimeError(self._cause())
         if self.not_compared:
             warnings.warn(
-                f"verify: {self.runtime} does not give the codes of {_first(self.not_compared)}: it merged their nodes with "
-                f"others, these inputs do not reach them, or each run draws others at random. The codes behind them, and the "
-                f"outputs, are compared.",
+                f"verify: {self.runtime} does not return the quantized values of {_first(self.not_compared)}: it merged their "
+                "nodes with others, these inputs do not reach them, or they depend on random numbers. Later quantizers and "
+                "the outputs are compared.",
                 stacklevel=2,
             )
         if verdict is Verdict.ROUNDING and self.codes.differing > self.codes.allowed(self.share):
             warnings.warn(
                 f"verify: end to end {self.codes} in {self.runtime}, which computes {len(self.float_layers)} layers in float; "
-                f"layer by layer, from its own codes, {self.layer_codes}, which rounding explains; later layers amplify it.",
+                f"layer by layer, with its quantized values as inputs, {self.layer_codes}, which rounding explains; later "
+                "layers amplify it.",
                 stacklevel=2,
             )
         return verdict
 
     def _check_comparable(self) -> None:
-        """Raise RuntimeError where there is no cause to look for: other weights, a quantizer left out, or no codes."""
+        """Raise RuntimeError for a known cause: other weights, a quantizer that the runtime skips, or nothing to compare."""
         if self.other_weights:
             first = self.other_weights[0]
             raise RuntimeError(
                 f"verify: the weights of the file differ from the model's at {_first(self.other_weights)} ({first!r}: "
-                f"{self.weights[first]}): it was exported from another model, or before this one changed; export this one."
+                f"{self.weights[first]}): the file was exported from another model, or before this model changed; export this "
+                "model."
             )
         if self.unrounded:
             raise RuntimeError(
-                f"verify: {self.remark} Its outputs therefore differ from the model's. Turn these quantizers off in the "
-                f"converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name))), or "
-                f"accept the difference."
+                f"verify: {self.remark} Its outputs therefore differ from the model's. Disable these quantizers in the "
+                "converted model before the export (qtoolkit.disable_quantization(model.get_submodule(name))), or accept the "
+                "difference."
             )
         if not self.codes.compared:
             raise RuntimeError(
-                f"verify: {self.runtime} does not give the codes of {', '.join(map(repr, self.not_compared))}: it merged their "
-                f"nodes with others, or these inputs do not reach them, so nothing was compared."
+                f"verify: {self.runtime} does not return the quantized values of {', '.join(map(repr, self.not_compared))}: it "
+                "merged their nodes with others, or these inputs do not reach them, so nothing was compared."
             )
 
     def _cause(self) -> str:
-        """Return why codes that can be compared differ, a sentence: the first of the causes that holds."""
+        """Return why comparable quantized values differ, as a sentence: the first cause that applies."""
         found, remark = self._found(), f"{' ' * bool(self.remark)}{self.remark}"
         if self.integer_layers and not self.on_codes:
             return (
@@ -244,25 +246,25 @@ class RuntimeCodes:
         left = [name for name in self.on_codes if name in floats]
         if left:
             return (
-                f"verify: {found} The model computes {len(left)} layers in integers that the runtime computes in float "
+                f"verify: {found} The runtime computes {len(left)} layers in float that the model computes in integers "
                 f"({_first(left)}): export with integer_weights=True for a runtime with integer kernels, or verify "
-                f"qtoolkit.convert(prepared), which computes in float too.{remark}"
+                f"qtoolkit.convert(prepared), which also computes in float.{remark}"
             )
         return (
             f"verify: {found} Weights and arithmetic are the same on both sides: the runtime computes an op before the first "
-            f"of these quantizers differently. Report it with the model.{remark}"
+            f"of these quantizers differently. Please report it with the model.{remark}"
         )
 
     def _found(self) -> str:
         first = str(self.first_difference)
         return (
-            f"{self.codes} in {self.runtime}; the first at {first!r}: {self.by_quantizer[first]}; layer by layer, "
-            f"from the runtime's own codes: {self.layer_codes}."
+            f"{self.codes} in {self.runtime}; the first at {first!r}: {self.by_quantizer[first]}; layer by layer, with the "
+            f"runtime's quantized values as inputs: {self.layer_codes}."
         )
 
     def __str__(self) -> str:
         lines = [
-            f"{self.runtime}, end to end: {self.codes}; outputs: largest difference {self.output_difference:.3g}",
+            f"{self.runtime}, end to end: {self.codes}; outputs: max abs difference {self.output_difference:.3g}",
             f"  verdict: {self.verdict}",
             f"  in integers: {_counts(self.integer_layers)}",
             f"  in float:    {_with_names(self.float_layers)}; {self.conversions} conversions",
@@ -271,37 +273,34 @@ class RuntimeCodes:
         lines += [] if first is None else [f"  first difference: {first}: {self.by_quantizer[first]}"]
         if first is not None and self.layer_by_layer is not None:
             begun = [name for name, count in self.layer_by_layer.items() if count.differing]
-            lines.append(f"  layer by layer, from its own codes: {self.layer_codes}; they begin at {_first(begun)}")
+            lines.append(f"  layer by layer, from its own values: {self.layer_codes}; they begin at {_first(begun)}")
         lines += [f"  not compared: {', '.join(self.not_compared)}"] if self.not_compared else []
-        lines += [f"  NaN, for which nothing can be compared: {_first(self.nan)}"] if self.nan else []
+        lines += [f"  not comparable because of NaN: {_first(self.nan)}"] if self.nan else []
         if self.changed_by_reading:
-            lines.append(f"  reading the codes changes the outputs by up to {self.changed_by_reading:.3g}")
+            lines.append(f"  reading the quantized values changes the outputs by up to {self.changed_by_reading:.3g}")
         if self.output_error > OUTPUT_ERROR:
-            lines.append(f"  an output differs by {self.output_error:.1%} of its largest value behind the same codes")
+            lines.append(f"  an output differs by {self.output_error:.1%} of its largest value for identical inputs")
         lines += [f"  {each}" for each in (self.of_float16, self.remark) if each]
         return "\n".join(lines)
 
     @property
     def of_float16(self) -> str:
-        """What was compared of a file in float16, and what holds: sentences; "" of other files."""
+        """A summary of the comparison for a float16 file; "" for other files."""
         if not self.float16:
             return ""
         found, beyond = self.layer_codes, self.layer_codes.differing - self.layer_codes.ties
         differing = (
             "None differs."
             if not found.differing
-            else f"{found.differing:,} of {found.compared:,} differ, by {found.steps} steps at most: {found.ties:,} of values "
-            f"that float16 rounds across a boundary between two codes, and {beyond:,} of others."
+            else f"{found.differing:,} of {found.compared:,} differ, by at most {found.steps} steps: {found.ties:,} at "
+            f"rounding boundaries of float16, and {beyond:,} elsewhere."
         )
-        return (
-            f"The file is in float16, and its codes are compared with those of the model in float16, each computed from the "
-            f"codes before it. {differing}"
-        )
+        return f"The file is in float16. Its quantized values are compared layer by layer with the float16 model. {differing}"
 
 
 @dataclass(frozen=True)
 class DeployedVerification:
-    """What `verify` returns: the comparison with each runtime, by the runtime's name."""
+    """The result of `verify`: the comparison with each runtime, by the runtime's name."""
 
     runtimes: Mapping[str, RuntimeCodes]
 
@@ -312,7 +311,8 @@ class DeployedVerification:
             The verdict of each runtime by its name.
 
         Raises:
-            RuntimeError: A runtime does not compute what the model computes; the message says why, and the first place.
+            RuntimeError: A runtime does not compute the values of the model; the message gives the cause and the first
+                quantizer.
         """
         return {name: runtime.check() for name, runtime in self.runtimes.items()}
 
@@ -345,10 +345,10 @@ def compare_execution(
     smooth_outputs: Set[int],
     weights: Mapping[str, CodeCount],
 ) -> RuntimeCodes:
-    """Compare a model with one execution of its file, end to end and, where codes differ, layer by layer.
+    """Compare a model with one execution of its file, end to end and, if values differ, layer by layer.
 
-    `names` are the activation quantizers that should be compared, `smooth_outputs` the places of the outputs that are equal up
-    to rounding where the codes are, and `weights` has the comparison of the weights' codes.
+    `names` are the activation quantizers that should be compared, `smooth_outputs` the positions of outputs that match up to
+    rounding if the quantized values match, and `weights` the comparison of the quantized weights.
     """
     followed = follower.end_to_end(nodes)
     counts = followed.counts
@@ -356,7 +356,7 @@ def compare_execution(
         followed = follower.layer_by_layer(nodes)
     if follower.draws:  # what random numbers change is compared from the runtime's own codes
         counts = {**followed.counts, **counts}
-    # Where reading changes the outputs, they belong to other codes than those that were read.
+    # If reading changes the outputs, they do not belong to the quantized values that were read.
     places = frozenset() if executed.changed_by_reading else smooth_outputs
     return replace(
         RuntimeCodes.of(executed, counts, tensors_of(follower.outputs), names),

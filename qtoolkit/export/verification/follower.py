@@ -1,4 +1,4 @@
-"""The verifier: follows a converted model from quantizer to quantizer, beside the codes that a runtime computes."""
+"""The verifier: runs a converted model from quantizer to quantizer, and compares with a runtime's quantized values."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -34,18 +34,18 @@ Codes = Mapping[str, Sequence[Array]]  # of each call of quantizers, by their na
 
 @dataclass(frozen=True)
 class NodeCodes:
-    """The codes that a runtime computes at one of a quantizer's nodes."""
+    """The quantized values of a runtime at one node of a quantizer."""
 
     codes: Array  # the array
     is_constant: bool = False  # whether they do not depend on the inputs of the model
 
 
-# The nodes of each quantizer by its dotted name, in the order of the file.
+# The nodes of each quantizer by dotted name, in the order of the file.
 Nodes = Mapping[str, Sequence[NodeCodes]]
 
 
 class Drawn(NamedTuple):
-    """What depends on random numbers, of which each run draws others: quantizers by name, and outputs by their places."""
+    """Quantizers (by name) and outputs (by position) that depend on random numbers, which differ in each run."""
 
     quantizers: tuple[str, ...] = ()
     outputs: frozenset[int] = frozenset()
@@ -53,17 +53,17 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Followed:
-    """How the codes of a model compare with a runtime's."""
+    """The comparison of a model's quantized values with a runtime's."""
 
     counts: Mapping[str, CodeCount]  # the comparison at each activation quantizer, in the order of the file
     missing: tuple[str, ...]  # quantizers with a call for which the runtime has no codes
-    # the comparison of the layers' weights, and of parameters and buffers that the model's own code quantizes
+    # the comparison of the layers' weights, and of parameters and buffers that the model quantizes itself
     stored: CodeCount
     outputs: object  # what the model returns
     drawn: Drawn  # what depends on random numbers: these quantizers are not in `counts`
 
     def output_error(self, outputs: Sequence[Array], places: Set[int]) -> float:
-        """Return the largest difference from a runtime's outputs at these places, as a share of an output's largest value."""
+        """Return the largest relative difference from a runtime's outputs at these positions."""
         pairs = enumerate(zip(tensors_of(self.outputs), outputs, strict=True))
         compared = (pair for place, pair in pairs if place in places and place not in self.drawn.outputs)
         return max((relative_difference(*pair) for pair in compared), default=0.0)
@@ -71,11 +71,10 @@ class Followed:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which codes of a runtime belong to a call of a quantizer.
+    """Finds the runtime's quantized values that belong to a call of a quantizer.
 
-    The exporter computes equal expressions once, so a quantizer may have fewer nodes than calls, and orders ops that do not
-    depend on each other. The node of another call, or of another quantizer with the same grid, then has its codes: the nearest
-    one counts.
+    The exporter merges equal expressions, so a quantizer may have fewer nodes than calls, and reorders independent ops. Then
+    the node of another call, or of another quantizer with the same grid, has the values: the nearest node counts.
     """
 
     nodes: Mapping[Grid, Sequence[NodeCodes]]  # the nodes of each quantizer
@@ -83,7 +82,7 @@ class Pairing:
     up_to_ties: bool  # whether such a node counts only where rounding ties explain the differences
 
     def node_of(self, call: QuantizerCall, number: int) -> NodeCodes | None:
-        """Return the node of a quantizer's call with this number; None where the runtime has none."""
+        """Return the node of a quantizer's call with this number; None if the runtime has none."""
         own = self.nodes.get(call.grid, ())
         node = own[number] if len(own) == self.calls[call.grid] else None
         if node is None or not (node.is_constant or node.codes.shape == call.codes.shape):
@@ -94,20 +93,20 @@ class Pairing:
         return other if count.are_ties() else node
 
     def nearest(self, call: QuantizerCall) -> NodeCodes | None:
-        """Return the node of any quantizer with the same grid whose codes differ least; None where there is none."""
+        """Return the node with the fewest differences among quantizers with the same grid; None if there is none."""
         alike = (node for grid, nodes in self.nodes.items() if same_grid(grid, call.grid) for node in nodes)
         count, node = _nearest(call, alike)
         return node if count.are_ties() or not self.up_to_ties else None
 
 
 def _nearest(call: QuantizerCall, nodes: Iterable[NodeCodes]) -> tuple[CodeCount, NodeCodes | None]:
-    """Return the node whose codes differ least from a call's, with how they differ; None where none has its shape."""
+    """Return the node with the fewest differences from a call, and the differences; None if no node has its shape."""
     counts = ((call.compare(node.codes), node) for node in nodes if node.codes.shape == call.codes.shape)
     return min(counts, key=lambda found: found[0].differing, default=(CodeCount(), None))
 
 
 class _Comparison:
-    """Collects what a comparison finds, call by call."""
+    """Collects the results of a comparison, call by call."""
 
     def __init__(self) -> None:
         self.counts: dict[str, CodeCount] = {}
@@ -115,7 +114,7 @@ class _Comparison:
         self.stored = self.found = CodeCount()
 
     def add(self, name: str, call: QuantizerCall, node: NodeCodes | None, stored: bool = False) -> None:
-        """Compare a call of a quantizer with its node, which may stand for a stored tensor."""
+        """Compare a call of a quantizer with its node, which may be a stored tensor."""
         if node is None:
             if call.codes.size:  # a tensor without elements has no codes, and files leave it out
                 self.missing[name] = None
@@ -128,7 +127,7 @@ class _Comparison:
             self.counts[name] = self.counts.get(name, CodeCount()) + count
 
     def result(self, nodes: Nodes, outputs: object, drawn: Drawn) -> Followed:
-        """Return what was found. The counts of a quantizer include all its calls."""
+        """Return the results. The counts of a quantizer include all its calls."""
         names = [name for name in dict.fromkeys((*nodes, *self.counts)) if name in self.counts]
         counts = {name: self.counts[name] for name in names if name not in {*self.missing, *drawn.quantizers}}
         missing = tuple(name for name in self.missing if name not in drawn.quantizers)
@@ -136,7 +135,7 @@ class _Comparison:
 
 
 class Follower:
-    """Runs a converted model with these arguments, and compares its codes with runtimes'."""
+    """Runs a converted model with these arguments, and compares its quantized values with runtimes'."""
 
     def __init__(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -174,10 +173,10 @@ class Follower:
             self.codes.setdefault(self.names[grid], []).append(_call(grid, args[0], output).codes)
 
     def _drawn(self, codes: Codes, outputs: object, values: Mapping[str, Sequence[Tensor]] | None = None) -> Drawn:
-        """Return what is another one in a second run than in the first: what depends on random numbers.
+        """Return what differs in a second run: everything that depends on random numbers.
 
-        `codes` come from the first run, by quantizer; `values` are what these quantizers return in both, None for what they
-        compute.
+        `codes` are the quantized values of the first run, by quantizer; `values` are fixed return values of these quantizers in
+        both runs; None means computed values.
         """
         if not self.draws:
             return Drawn()
@@ -185,7 +184,7 @@ class Follower:
         numbers = Counter[str]()
 
         def compare(grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            """Compare the codes of a call with the first run's, and return its values."""
+            """Compare a call with the first run, and return its values."""
             name = self.names[grid]
             if name not in codes:
                 return None
@@ -200,14 +199,14 @@ class Follower:
         return Drawn(tuple(found), frozenset(place for place, pair in pairs if not _are_equal(*pair)))
 
     def unused(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return which of these quantizers change nothing that the model returns, for these inputs."""
+        """Return the quantizers among these that do not affect the outputs for these inputs."""
         grids = {name: grid for grid, name in self.names.items() if name in names}
         if not grids or self._is_unchanged_by_nan(grids.values()):
             return tuple(grids)
         return tuple(name for name, grid in grids.items() if self._is_unchanged_by_nan((grid,)))
 
     def _is_unchanged_by_nan(self, grids: Iterable[Grid]) -> bool:
-        """Return whether the model returns the same if the output of quantizers is NaN."""
+        """Return whether the outputs stay the same if these quantizers return NaN."""
         try:
             found = tensors_of(self._run(grids, lambda grid, args, output: torch.full_like(output, torch.nan)))
         except Exception:  # NaN took a branch of the user's forward that raises an error
@@ -222,7 +221,7 @@ class Follower:
         return tuple(name for name, layer in layers if layer.has_active_kernel)
 
     def end_to_end(self, nodes: Nodes) -> Followed:
-        """Compare the codes of activations with a runtime's, each as the model computes it by itself. None counts as a tie."""
+        """Compare activations with a runtime's, each as computed by the model on its own. No difference counts as a tie."""
         pairing, comparison = self._pairing(nodes, up_to_ties=False), _Comparison()
         grids = {name: grid for grid, name in self.names.items()}
         for name, calls in self.codes.items():
@@ -232,10 +231,10 @@ class Follower:
         return self._without_unused(comparison.result(nodes, self.outputs, Drawn()), nodes)
 
     def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
-        """Compare the codes as the model computes them from the runtime's at the quantizers before: no difference spreads.
+        """Compare quantized values layer by layer, with the runtime's values as inputs, so that no difference spreads.
 
-        With `complete` these are the codes of all nodes, weights and other constants included, which are then compared.
-        A call without a node of its own then has one whose codes differ by rounding ties alone.
+        With `complete`, the runtime's values cover all nodes, including weights and other constants, which are then compared
+        too. A call without its own node is matched with a node that differs only by rounding ties.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
         first_codes, first_values = defaultdict[str, list[Array]](list), defaultdict[str, list[Tensor]](list)
@@ -244,14 +243,14 @@ class Follower:
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
         def compare(grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            """Compare the codes of a call with its node's, and return the node's values, from which the next layer computes."""
+            """Compare a call with its node, and return the node's values as inputs of the next layer."""
             call = _call(grid, args[0], output)
             node = pairing.node_of(call, numbers[grid])
             numbers[grid] += 1
             is_stored = node is not None and node.is_constant and args[0].untyped_storage().data_ptr() in storages
             comparison.add(self.names[grid], call, node, is_stored)
             found = comparison.found
-            note(bar, f"{found.differing:,} of {found.compared:,} codes differ")
+            note(bar, f"{found.differing:,} of {found.compared:,} values differ")
             bar.update()
             values = output  # a constant keeps the model's values, since its layout in the file may differ
             if node is not None and not node.is_constant:
@@ -274,14 +273,14 @@ class Follower:
         )
 
     def _without_unused(self, found: Followed, nodes: Nodes) -> Followed:
-        """Leave out quantizers that no file has, as nothing returned depends on them: others have their grid by chance."""
+        """Drop quantizers that no output depends on, and that files omit: others may have the same grid by chance."""
         borrowed = [name for name, count in found.counts.items() if name not in nodes and not count.are_ties()]
         unused = self.unused(borrowed)
         counts = {name: count for name, count in found.counts.items() if name not in unused}
         return replace(found, counts=counts, missing=(*found.missing, *unused))
 
     def compare_weights(self, nodes: Nodes) -> dict[str, CodeCount]:
-        """Compare the codes of the layers' weights that have nodes of their own."""
+        """Compare the quantized weights of layers with their own nodes."""
         return {
             name: sum_of(compare_codes(grid, weight, node.codes) for node in nodes[name])
             for name, (grid, weight) in self.weights.items()
@@ -294,12 +293,12 @@ class Follower:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same values, and NaN at the same places."""
+    """Return whether two tensors have the same values, with NaN at the same positions."""
     return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
 def _call(grid: Grid, x: Tensor, output: Tensor) -> QuantizerCall:
-    """Return a call: a grid that rounds as its runtime has other codes than `Grid.codes` of its input at ties."""
+    """Return a call; a grid that rounds like its runtime may differ from `Grid.codes` of its input at ties."""
     return QuantizerCall(grid, codes_in_file(grid, x if grid.quantizes_as is None else output), x)
 
 
@@ -312,25 +311,25 @@ def grid_named(model: nn.Module, name: str) -> Grid:
 
 
 def same_grid(one: Grid, other: Grid) -> bool:
-    """Return whether two quantizers have the same codes for the same values."""
+    """Return whether two quantizers have the same grid."""
     ours, theirs = one.state_dict(), other.state_dict()
     same = (one.spec, one.group) == (other.spec, other.group) and ours.keys() == theirs.keys()
     return same and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 def check_names(quantizers: Sequence[str], model: nn.Module, what: str) -> None:
-    """Raise ValueError, which begins with `what`, for a file with a quantizer that the model does not have."""
+    """Raise ValueError, which begins with `what`, if the file has a quantizer that the model lacks."""
     known = {name for name, _ in model.named_modules()}
     others = [name for name in quantizers if name not in known]
     if others:
         raise ValueError(
-            f"{what}: the file has a quantizer {others[0]!r}, and the model does not ({len(others)} of {len(quantizers)}): it "
-            f"is the file of another model; export this one."
+            f"{what}: the file has a quantizer {others[0]!r}, and the model does not ({len(others)} of {len(quantizers)}): the "
+            "file belongs to another model; export this one."
         )
 
 
 def by_quantizer(nodes: Iterable[tuple[str, NodeCodes]]) -> dict[str, list[NodeCodes]]:
-    """Return the nodes of each quantizer by its name."""
+    """Return the nodes of each quantizer by name."""
     found: dict[str, list[NodeCodes]] = defaultdict(list)
     for name, node in nodes:
         found[name].append(node)
@@ -338,7 +337,7 @@ def by_quantizer(nodes: Iterable[tuple[str, NodeCodes]]) -> dict[str, list[NodeC
 
 
 def in_shapes_of_calls(codes: Iterable[tuple[str, Array]], follower: Follower) -> dict[str, list[NodeCodes]]:
-    """Return codes in the shapes that the model's have: a mean over an image keeps dimensions in files that it drops there."""
+    """Return quantized values in the model's shapes: in files, a mean over an image keeps the reduced dimensions."""
     shapes = {name: {call.size: call.shape for call in calls} for name, calls in follower.codes.items()}
     return by_quantizer(
         (name, NodeCodes(array.reshape(shapes.get(name, {}).get(array.size, array.shape)))) for name, array in codes

@@ -1,4 +1,4 @@
-"""Verification: an exported file's integer codes, as onnxruntime computes them, compared with the model's own."""
+"""Verification: compare the quantized values of an exported file, as computed by a runtime, with the model."""
 
 import os
 from collections.abc import Mapping, Sequence, Set
@@ -55,26 +55,26 @@ Arrays = Mapping[str, Array]  # of a file, by the names of its tensors
 
 @dataclass(frozen=True)
 class Verification:
-    """How onnxruntime's results compare with the model's.
+    """The comparison of onnxruntime's results with the model.
 
     Attributes:
-        weight_codes: Codes of all weights, and of other parameters and buffers that are quantized.
-        quantizer_codes: Codes of each activation quantizer for exactly the input of its node in onnxruntime.
-        layer_codes: Codes of each activation quantizer when torch computes the ops before it from onnxruntime's codes at
-            their inputs. Differences are rounding ties of a layer's sums. Max pools return the positions that onnxruntime's
-            do, where these hold a maximum up to a rounding error.
+        weight_codes: Quantized weights, and other quantized parameters and buffers.
+        quantizer_codes: Quantized values of each activation quantizer for the exact input of its node in onnxruntime.
+        layer_codes: Quantized values of each activation quantizer if torch computes the layers before it from onnxruntime's
+            quantized values. Differences are rounding ties of a layer's sums. Max pools return the same positions as
+            onnxruntime if these hold a maximum up to a rounding error.
         by_quantizer: `layer_codes` of each quantizer.
-        output_difference: Largest absolute difference of the outputs end to end, where ties accumulate.
+        output_difference: Maximum absolute difference of the outputs, end to end; ties accumulate.
         missing: Quantizers without a node in the file.
-        unreached: Quantizers that are not executed for these inputs, because forward branches on values (the file contains only
-            the branches that its example inputs take), and those on which nothing that the model returns depends.
-        output_error: Largest difference of the outputs when torch computes them from onnxruntime's codes, as a share of the
-            largest value: of those behind layers and ops whose results change little where their inputs do.
-        drawn: Quantizers whose codes depend on random numbers, as behind `torch.randn_like`: each run draws others, so that
-            `layer_codes` leaves them out. The ops behind them are compared from the runtime's codes.
-        nan: Quantizers that get NaN, for which there is nothing to compare.
-        refused: Why onnxruntime does not run the file in a session without options, although it does without graph
-            optimizations; "" where it runs, and where nobody tried (`verify_onnx`).
+        unreached: Quantizers that are not executed for these inputs because forward branches on values (the file contains only
+            the branches of its example inputs), and quantizers that no output depends on.
+        output_error: Largest relative difference of the outputs if torch computes them from onnxruntime's quantized values. It
+            covers outputs that are smooth functions of the last quantized values.
+        drawn: Quantizers that depend on random numbers, as after `torch.randn_like`. They differ in each run, so `layer_codes`
+            excludes them. Later layers are compared with the runtime's quantized values as inputs.
+        nan: Quantizers that get NaN, and cannot be compared.
+        refused: Why onnxruntime does not run the file in a default session, although it does without graph optimizations; "" if
+            it runs, or was not tried (`verify_onnx`).
     """
 
     weight_codes: CodeCount
@@ -93,10 +93,10 @@ class Verification:
     def of(
         cls, follower: Follower, followed: Followed, outputs: Sequence[Array], codes: CodeCount, smooth: Set[int]
     ) -> "Verification":
-        """Return how a model that was followed layer by layer compares with a file that has these outputs.
+        """Return the comparison of a model, run layer by layer, with a file that has these outputs.
 
-        `codes` compares the quantizers for exactly the inputs of their nodes; `smooth` are the places of the outputs that are
-        equal up to rounding where the codes are.
+        `codes` compares the quantizers for the exact inputs of their nodes; `smooth` are the positions of outputs that match up
+        to rounding if the quantized values match.
         """
         unused = follower.unused(followed.missing)
         return cls(
@@ -113,42 +113,43 @@ class Verification:
         )
 
     def check(self) -> None:
-        """Check that codes differ only where rounding ties explain it.
+        """Check that quantized values differ only by rounding ties.
 
         Raises:
-            RuntimeError: Other codes differ, or a quantizer has no node or gets NaN; the message names it. Or outputs have NaN.
+            RuntimeError: Other values differ, a quantizer has no node or gets NaN (the message names it), or outputs contain
+                NaN.
         """
         check_numbers(self.output_difference, self.nan, "export")
         if self.missing:
             raise RuntimeError(f"export: the file has no QuantizeLinear for: {', '.join(self.missing)}.")
         if self.weight_codes.differing or self.quantizer_codes.differing:
             raise RuntimeError(
-                f"export: onnxruntime's codes must equal the model's. Weights: {self.weight_codes}. Quantizers: "
+                f"export: onnxruntime's quantized values must equal the model's. Weights: {self.weight_codes}. Quantizers: "
                 f"{self.quantizer_codes}."
             )
         if not self.layer_codes.are_ties():
             worst = max(self.by_quantizer, key=lambda name: self.by_quantizer[name].share)
             raise RuntimeError(
-                f"export: the codes of layers differ in onnxruntime by more than rounding ties: {self.layer_codes}; worst "
-                f"at {worst!r}: {self.by_quantizer[worst]}. If the scale of that quantizer is below 1e-7 of the values that "
-                f"the op before it computes with, its range holds rounding errors alone, as behind a batch norm whose input is "
-                f"constant because another one before it starts with gamma 0: train that gamma and calibrate again, or turn "
-                f"the quantizer off (qtoolkit.disable_quantization(prepared.get_submodule(name))). Otherwise "
-                f"onnxruntime computes the op differently: report it with the model."
+                f"export: quantized values of layers differ in onnxruntime by more than rounding ties: {self.layer_codes}; "
+                f"worst at {worst!r}: {self.by_quantizer[worst]}. If the scale of that quantizer is below 1e-7 of the values "
+                "in the op before it, its range contains only rounding errors. This happens after a batch norm with a "
+                "constant input, for example if an earlier batch norm starts with gamma 0: train that gamma and calibrate "
+                "again, or disable the quantizer (qtoolkit.disable_quantization(prepared.get_submodule(name))). Otherwise "
+                "onnxruntime computes the op differently: please report it with the model."
             )
         check_outputs(self.output_error, "onnxruntime", "export")
 
     def __str__(self) -> str:
         lines = [
-            f"weight codes:     {self.weight_codes}",
-            f"quantizer codes:  {self.quantizer_codes}",
+            f"weights:          {self.weight_codes}",
+            f"quantizers:       {self.quantizer_codes}",
             f"layer by layer:   {self.layer_codes}",
             f"output error:     max abs {self.output_difference:.3g} end to end; "
             f"{self.output_error:.1e} relative when the last layer gets identical inputs",
         ]
-        lines += [f"not executed, or not used, for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
-        lines += [f"not compared, as each run draws others: {', '.join(self.drawn)}"] if self.drawn else []
-        lines += [f"NaN, for which nothing can be compared: {', '.join(self.nan)}"] if self.nan else []
+        lines += [f"not executed or not used for these inputs: {', '.join(self.unreached)}"] if self.unreached else []
+        lines += [f"not compared (random numbers): {', '.join(self.drawn)}"] if self.drawn else []
+        lines += [f"not compared (NaN): {', '.join(self.nan)}"] if self.nan else []
         if self.refused:
             lines.append(
                 f"runs in:          onnxruntime without graph optimizations (ORT_DISABLE_ALL); not in its default session: "
@@ -164,22 +165,22 @@ def verify_onnx(
     path: "onnx.ModelProto | str | os.PathLike[str] | None" = None,
     progress: bool = True,
 ) -> Verification:
-    """Run a file in onnxruntime without graph optimizations, and compare all its integer codes with the model's.
+    """Run a file in onnxruntime without graph optimizations, and compare all its quantized values with the model.
 
-    Where forward branches on values, only the branches that these inputs take are compared; the rest is `unreached`.
+    If forward branches on values, only the branches for these inputs are compared; the other quantizers are in `unreached`.
 
     Args:
-        converted: What `qtoolkit.convert` returned.
+        converted: The result of `qtoolkit.convert`.
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
         path: The path of the exported file, or its ModelProto.
         progress: Show a progress bar.
 
     Returns:
-        Counts of differing codes; call `check()` to raise an error where rounding ties do not explain them.
+        Counts of differing quantized values; call `check()` to raise an error if rounding ties do not explain them.
 
     Raises:
         TypeError: The model was not converted, or the inputs do not match its forward.
-        ValueError: The file is not ONNX, or not of this model; or it takes inputs of another number, dtype or size.
+        ValueError: The file is not ONNX, belongs to another model, or takes inputs of another number, dtype or size.
         RuntimeError: onnxruntime cannot run the file.
 
     Example:
@@ -199,7 +200,7 @@ def verify_onnx(
 
 
 def compare_layers(converted: nn.Module, inputs: object, file: "OpenedFile", progress: bool) -> Verification:
-    """Compare the codes of a file and of a converted model as `verify_onnx` does; model and inputs are on the CPU."""
+    """Compare a file with a converted model like `verify_onnx`; model and inputs are on the CPU."""
     args, kwargs = call_arguments(converted, inputs, "verify_onnx: inputs do")
     nodes = _nodes_of(file.proto.graph, converted, "verify_onnx")
     tensors = file.taken(tensors_of((args, kwargs)), "verify_onnx")
@@ -221,18 +222,18 @@ def compare_layers(converted: nn.Module, inputs: object, file: "OpenedFile", pro
 def _by_quantizer(
     nodes: Sequence[QuantizerNode], tensors: Arrays, grids: Mapping[str, Grid]
 ) -> dict[str, list[NodeCodes]]:
-    """Return the nodes of each quantizer whose codes are there, by the names of their tensors."""
+    """Return the nodes of each quantizer with available values, by tensor names."""
     there = (node for node in nodes if node.codes in tensors)
     return by_quantizer((node.quantizer, _node_codes(node, tensors, grids)) for node in there)
 
 
 def _shifting(node: QuantizerNode, grids: Mapping[str, Grid]) -> tuple[str, ...]:
-    """Return the name of a node's zero points, if its codes may be higher in the file than in the model."""
+    """Return the name of a node's zero points if its integers may be higher in the file than in the model."""
     return (node.zero_points,) if grids[node.quantizer].shifts and node.zero_points else ()
 
 
 def _node_codes(node: QuantizerNode, tensors: Arrays, grids: Mapping[str, Grid]) -> NodeCodes:
-    """Return the codes of a node as the model's quantizer numbers them: higher or lower by what the zero points are."""
+    """Return the integers of a node relative to the zero point of the model's quantizer."""
     codes, grid = tensors[node.codes], grids[node.quantizer]
     for name in _shifting(node, grids):
         # A transposed convolution may have each channel's zero point several times.
@@ -242,7 +243,7 @@ def _node_codes(node: QuantizerNode, tensors: Arrays, grids: Mapping[str, Grid])
 
 
 def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Arrays, follower: Follower) -> CodeCount:
-    """Compare the codes of activations for exactly the inputs of their nodes."""
+    """Compare quantized activations for the exact inputs of their nodes."""
     computed = [(grid_named(follower.model, node.quantizer), node) for node in nodes if not node.is_stored]
     return sum_of(
         compare_codes(grid, torch.tensor(values[node.source]), values[node.codes])
@@ -252,10 +253,10 @@ def _codes_of_own_inputs(nodes: Sequence[QuantizerNode], values: Arrays, followe
 
 
 def _smooth_outputs(graph: "onnx.GraphProto", nodes: Sequence[QuantizerNode]) -> set[int]:
-    """Return the places of a file's outputs between which and the quantized tensors behind them there are smooth ops alone."""
+    """Return the positions of a file's outputs that smooth ops compute from quantized tensors."""
     from qtoolkit.export.files.kinds import ops_where
 
-    # Ops behind which a small difference of the inputs stays small.
+    # Ops for which a small difference of the inputs stays small.
     smooth = ops_where(lambda kind: kind.smooth) | {"DequantizeLinear"}
     made_by = {output: node for node in graph.node for output in node.output}
 
@@ -280,41 +281,41 @@ def verify(
     optimized: bool = True,
     progress: bool = True,
 ) -> DeployedVerification:
-    """Compare all codes of a model and of its file end to end, as users run the file.
+    """Compare all quantized values of a model and its file end to end, with the runtime's default settings.
 
-    Each runtime computes at its default settings, with integer kernels where it has them. Nothing is corrected on the way, so
-    a code that differs early may change many after it: `first_difference` names where it began. The float reference of
-    `qtoolkit.convert` rounds in another order than integer kernels do; `verify_onnx` compares it layer by layer.
+    Each runtime uses its integer kernels. Differences are not corrected layer by layer, so one early difference may change many
+    later values: `first_difference` names the first quantizer that differs. A float model from `qtoolkit.convert` rounds
+    differently from integer kernels; use `verify_onnx` to compare it layer by layer.
 
-    The verdict of each runtime is one of `Verdict`: "equal", where all codes that could be compared are the same end to end;
-    "rounding", where some differ end to end, but each quantizer's, computed from the runtime's own codes before it, only as
-    the order of float sums explains; "different"; and two more. The codes of weights are compared first, and the outputs of
-    an ONNX file last: behind the last quantizers, ops whose results change little where their inputs do must give the model's
-    outputs. What the runtime does not give is in `not_compared`.
+    The verdict of each runtime is one of `Verdict`: "equal" if all compared values are identical end to end; "rounding" if some
+    differ end to end, but layer by layer only by the order of float sums; "different"; and two more. Quantized weights are
+    compared first. Outputs of an ONNX file are compared last: smooth ops after the last quantizers must give the model's
+    outputs. Quantizers that the runtime does not return are in `not_compared`.
 
     A file in float16 (`export_onnx(float_type="float16")`) is compared with a copy of the model in float16, without integer
-    kernels. Its verdict is "rounding of float16" where codes differ only as the rounding of float16 explains.
+    kernels. Its verdict is "rounding of float16" if values differ only by float16 rounding.
 
-    Codes in onnxruntime are read from the optimized graph itself. OpenVINO returns the values behind each DequantizeLinear as
-    further outputs, which may keep it from fusing some ops: `changed_by_reading` is the difference this makes.
+    onnxruntime's quantized values are read from the optimized graph itself. OpenVINO returns the values after each
+    DequantizeLinear as additional outputs, which may prevent some fusions: `changed_by_reading` is the effect on the outputs.
 
     Args:
-        model: What `qtoolkit.convert` returned, in eval mode.
+        model: The result of `qtoolkit.convert`, in eval mode.
         inputs: A tuple of inputs (tensors, alone or in lists and dicts), a mapping of keyword inputs, or one tensor.
         path: The exported file.
-        runtimes: "onnxruntime", "openvino" or both, on the CPU. For a file of `export_litert`: "litert", with the reference
-            kernels, "litert-xnnpack", with the delegate that LiteRT takes on the CPU, or both.
-        optimized: False runs onnxruntime without graph optimizations: every op in float between its Q/DQ nodes.
+        runtimes: "onnxruntime", "openvino" or both, on the CPU. For a file of `export_litert`: "litert" (reference kernels),
+            "litert-xnnpack" (LiteRT's default delegate on the CPU), or both.
+        optimized: False runs onnxruntime without graph optimizations: every op in float between Q/DQ nodes.
         progress: Show a progress bar.
 
     Returns:
-        For each runtime: the codes compared and differing at each quantizer, the first that differs, the difference of the
-        outputs, and the nodes of the optimized graph that compute in integers and in float. Call `check()` to raise an error.
+        For each runtime: the number of compared and of differing values at each quantizer, the first quantizer that differs,
+            the difference of the outputs, and the nodes of the optimized graph that compute in integers and in float. Call
+            `check()` to raise an error.
 
     Raises:
         TypeError: The model was not converted, or the inputs do not match its forward.
-        ValueError: A runtime is not known, or cannot run without optimizations; the file is not ONNX, or not of this model; or
-            it takes inputs of another number, dtype or size.
+        ValueError: A runtime is unknown, or cannot run without optimizations; the file is not ONNX or belongs to another model;
+            or it takes inputs of another number, dtype or size.
         ImportError: A runtime is not installed.
         RuntimeError: A runtime cannot run the file.
 
@@ -351,14 +352,14 @@ def verify(
                 executed, read = file.execute(name, follower)
                 codes = compare_execution(follower, executed, read, names, file.smooth_outputs, weights=weights)
                 found[name] = replace(codes, float16=opened is not None and opened.is_float16)
-                note(bar, f"{name}: {codes.codes.differing:,} of {codes.codes.compared:,} codes differ")
+                note(bar, f"{name}: {codes.codes.differing:,} of {codes.codes.compared:,} values differ")
     return DeployedVerification(found)
 
 
 def _in_type_of(
     file: "OpenedFile | None", model: nn.Module, inputs: object, what: str
 ) -> AbstractContextManager[nn.Module]:
-    """Return a context with the model that computes in the float type of a file."""
+    """Return a context with the model in the float type of a file."""
     from qtoolkit.export.float16 import computing_in_float16
 
     if file is None or not file.is_float16:
@@ -367,14 +368,14 @@ def _in_type_of(
 
 
 def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
-    """Check that runtimes are known, installed and read one form of file; return whether it is LiteRT's."""
+    """Check that runtimes are known, installed and read the same file format; return whether it is LiteRT's."""
     check_sequence(runtimes, "verify", "runtimes", "names", empty=False)
     for runtime in runtimes:
         if runtime in RUNTIMES and runtime not in (*EXECUTES, *LITERT_RUNTIMES):
             raise ValueError(
-                f"verify: {runtime!r} is a runtime that qtoolkit does not execute; it executes "
-                f"{', '.join(map(repr, (*EXECUTES, *LITERT_RUNTIMES)))}. qtoolkit.convert(prepared, arithmetic='integer', "
-                f"runtime={runtime!r}) computes by its documented rules."
+                f"verify: qtoolkit cannot execute the runtime {runtime!r}, only "
+                f"{', '.join(map(repr, (*EXECUTES, *LITERT_RUNTIMES)))}. To simulate its documented arithmetic, use "
+                f"qtoolkit.convert(prepared, arithmetic='integer', runtime={runtime!r})."
             )
         check_known(
             "runtime of verify:", runtime, (*EXECUTES, *LITERT_RUNTIMES), {"ort": "onnxruntime", "tflite": "litert"}
@@ -391,7 +392,7 @@ def _check_runtimes(runtimes: Sequence[str], optimized: bool) -> bool:
 
 
 class OnnxFile:
-    """An ONNX file, with the inputs of a comparison; `optimized` is whether onnxruntime optimizes the graph."""
+    """An ONNX file, and the inputs of a comparison; `optimized` is whether onnxruntime optimizes the graph."""
 
     def __init__(
         self, path: Path, file: "OpenedFile", model: nn.Module, tensors: Sequence[Tensor], optimized: bool
@@ -403,25 +404,25 @@ class OnnxFile:
         self.constant = [node for node in self.nodes if node.is_constant]
         self.quantizers = list(self.grids)  # their names, in the order of the file
         varying = {node.quantizer for node in self.nodes if not node.is_constant}
-        # Quantizers of codes that do not depend on the inputs.
+        # Quantizers that do not depend on the inputs.
         self.constants = {node.quantizer for node in self.constant} - varying
-        # Constants that quantizers of other tensors quantize too, such as the zeros that a state begins with.
+        # Constants quantized by activation quantizers, such as the zeros of an initial state.
         among_others = [node for node in self.constant if node.quantizer in varying]
         self.among_others = [name for node in among_others for name in (node.codes, *_shifting(node, self.grids))]
         self.smooth_outputs = _smooth_outputs(self.file.proto.graph, self.nodes)
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
-        """Compare the codes of the layers' weights with the model's, by the names of their quantizers."""
+        """Compare the quantized weights of layers with the model's, by the names of their quantizers."""
         weights = [node for node in self.constant if node.quantizer in follower.weights]
         names = [name for node in weights for name in (node.codes, *_shifting(node, self.grids))]
         return follower.compare_weights(_by_quantizer(weights, self.file.constants(names), self.grids))
 
     def execute(self, runtime: str, follower: Follower) -> tuple[Executed, Nodes]:
-        """Run the file in a runtime, and return its codes by quantizer."""
+        """Run the file in a runtime, and return its quantized values by quantizer."""
         return self.executed_by(EXECUTES[runtime])
 
     def executed_by(self, execute: Execute) -> tuple[Executed, Nodes]:
-        """Run the file, and return its codes by quantizer."""
+        """Run the file, and return its quantized values by quantizer."""
         varying = [node for node in self.nodes if not node.is_constant]
         executed = execute(self.path, self.tensors, varying, self.grids, self.optimized)
         codes = {**self.file.constants(self.among_others), **executed.codes}
@@ -429,7 +430,7 @@ class OnnxFile:
 
 
 def _opened(model: "onnx.ModelProto | str | os.PathLike[str] | None", what: str) -> "OpenedFile":
-    """Open a model, or a file, which anybody may have written."""
+    """Open a model, or a file of unknown origin."""
     if isinstance(model, str | os.PathLike):
         open_model(model)
     elif model is None or type(model).__name__ != "ModelProto":
@@ -444,12 +445,12 @@ def _no_path(path: object, what: str) -> TypeError:
 
 
 def _nodes_of(graph: "onnx.GraphProto", model: nn.Module, what: str) -> list[QuantizerNode]:
-    """Return the quantizers of a file; raise an error, which begins with `what`, for a file that is not of the model."""
+    """Return the quantizers of a file; raise an error, which begins with `what`, if the file belongs to another model."""
     nodes = quantizer_nodes(graph)
     if not nodes and any(grid.quantizing for grid in grids_of(model).values()):
         raise ValueError(
-            f"{what}: no quantizer of the file has a name of the model's: qtoolkit.export_onnx did not write it. Export the "
-            f"model by it, or compare what runtimes compute from the file by qtoolkit.export.compare_runtimes."
+            f"{what}: no quantizer of the file has a name from the model, so qtoolkit.export_onnx did not write the file. "
+            "Export the model with it, or compare runtimes with qtoolkit.export.compare_runtimes."
         )
     check_names(list(dict.fromkeys(node.quantizer for node in nodes)), model, what)
     return nodes

@@ -1,4 +1,4 @@
-"""Mixed precision: bits for each layer, so that a model meets a budget with the least error."""
+"""Mixed precision: choose the bits of each layer so that a model meets a budget with the smallest error."""
 
 from qtoolkit.tuning.mixed_precision.assignment import Assignment, Front
 from qtoolkit.tuning.mixed_precision.costs import Layer

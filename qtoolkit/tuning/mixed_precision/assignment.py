@@ -1,4 +1,4 @@
-"""What a search for mixed precision finds: a choice for each layer, and the front of the best ones."""
+"""Results of a mixed-precision search: a choice for each layer, and the Pareto front."""
 
 import io
 import os
@@ -21,9 +21,9 @@ class Assignment:
 
     Attributes:
         choices: The name of the choice for each layer.
-        configs: The config of each layer, with the axis that its weight has; None leaves it in float.
+        configs: The config of each layer, with the axis of its weight; None keeps it in float.
         error: The sum of the layers' errors.
-        costs: The sum of the layers' costs, by name: "size" in bytes, "bit_operations", and "latency" where there is a table.
+        costs: The sum of the layers' costs, by name: "size" in bytes, "bit_operations", and "latency" if a table was given.
     """
 
     choices: Mapping[str, str]
@@ -35,7 +35,7 @@ class Assignment:
         """Return the mapping for `qtoolkit.prepare` and `qtoolkit.quant_modules.replace`: a rule by name for each layer.
 
         Args:
-            base: Rules for everything else, such as adds; it is not changed. Without it the backend's default holds.
+            base: Rules for everything else, such as adds; it is not changed. Default: the backend's config.
         """
         mapping = QConfigMapping() if base is None else base.copy()
         for name, config in self.configs.items():
@@ -53,12 +53,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Front:
-    """The assignments with the least error for one cost after the other, the cheapest first; prints as a table.
+    """The assignments with the smallest error for increasing costs; prints as a table.
 
     Attributes:
         cost: "size", "bit_operations" or "latency".
         points: The assignments.
-        scores: What `measured` found for each, such as an accuracy; empty before.
+        scores: The score of each assignment from `measured`, such as an accuracy; empty before.
     """
 
     cost: str
@@ -71,7 +71,7 @@ class Front:
         base: QConfigMapping | None = None,
         progress: bool = True,
     ) -> "Front":
-        """Return the front with the score of each point: evaluate(mapping) prepares, calibrates or trains, and scores.
+        """Return the front with the score of each point; evaluate(mapping) prepares, calibrates or trains, and scores.
 
         Args:
             evaluate: Returns the score of a mapping.
@@ -94,7 +94,7 @@ class Front:
         return "\n".join(table(rows))
 
     def plot(self, path: str | os.PathLike[str], score: str = "score") -> None:
-        """Write a plot as SVG, PNG or PDF, by the path's ending: the scores, where they were measured, else the errors.
+        """Write a plot as SVG, PNG or PDF, chosen by the suffix of the path: the scores if measured, else the errors.
 
         Args:
             path: The file; its folder is created.
@@ -102,7 +102,7 @@ class Front:
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: The ending is none of the three.
+            ValueError: The suffix is none of the three.
         """
         endings = (".svg", ".png", ".pdf")
         ending = os.path.splitext(os.fspath(path))[1]

@@ -1,4 +1,4 @@
-"""The layers that get a choice, and what a choice costs."""
+"""The layers with choices, and the costs of choices."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -15,13 +15,13 @@ from qtoolkit.report.layer_costs import LAYERS, stored_bytes
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that gets a choice.
+    """A layer with a choice.
 
     Attributes:
         name: Its dotted name.
         kind: Its kind of op.
         weights: The number of its weights.
-        macs: Multiplications with a weight in a forward of the example inputs, by all its calls.
+        macs: Multiplications with a weight in a forward of the example inputs, over all its calls.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
@@ -38,12 +38,12 @@ class Layer:
 
     @classmethod
     def of(cls, name: str, module: nn.Module, macs: int) -> Self:
-        """Return what there is to know of a layer of the float model."""
+        """Return the record of a layer of the float model."""
         return cls(name, str(kind_of_type(LAYERS[type(module)])), module.get_parameter("weight").numel(), macs)
 
 
 def own_config(rules: LayerRules, module: nn.Module, config: QConfig | None) -> QConfig | None:
-    """Return a choice as a rule by the layer's name has it: completed by the backend, with the axis of its own weight."""
+    """Return the config of a choice for a layer: completed by the backend, with the axis of the layer's weight."""
     config = rules.completed(config)
     if config is None:
         return None
@@ -51,7 +51,7 @@ def own_config(rules: LayerRules, module: nn.Module, config: QConfig | None) -> 
 
 
 def weight_quantizer_of(module: nn.Module, spec: QuantSpec, name: str) -> TensorQuantizer:
-    """Return the quantizer that the QAT form of a float layer has for its weight, with the weight's range."""
+    """Return the weight quantizer of the QAT form of a float layer, with the weight's range."""
     layer = LAYERS[type(module)].from_float(module, spec, name)
     (quantizer,) = layer.weight_quantizers().values()
     if not isinstance(quantizer, TensorQuantizer):
@@ -60,7 +60,7 @@ def weight_quantizer_of(module: nn.Module, spec: QuantSpec, name: str) -> Tensor
 
 
 def size_of(module: nn.Module, config: QConfig | None, name: str) -> float:
-    """Return the bytes of the codes of a layer's weight, with a float32 for each scale and zero point."""
+    """Return the bytes of a layer's quantized weight, with a float32 for each scale and zero point."""
     weights = module.get_parameter("weight").numel()
     spec = None if config is None else config.weight
     return stored_bytes(weights, spec, 0 if spec is None else weight_quantizer_of(module, spec, name).scale.numel())

@@ -1,4 +1,4 @@
-"""What the estimates of errors need: the checks of choices, the changes of weights, squared gradients."""
+"""Helpers for error estimates: checks of choices, changes of weights, squared gradients."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +28,8 @@ def check_quantized(model: nn.Module, names: Iterable[str], choice: str) -> None
         if name not in quantized:
             reason = f" ({lines[name].reason})" if name in lines and lines[name].reason else ""
             raise ValueError(
-                f"MixedPrecision: the layer {name!r} is not quantized with the choice {choice!r}{reason}: give it a choice of "
-                f"None by fixed, or build a model in which it is."
+                f"MixedPrecision: the layer {name!r} is not quantized with the choice {choice!r}{reason}: give it the choice "
+                "None in fixed, or build a model in which it is quantized."
             )
 
 
@@ -41,14 +41,14 @@ def check_same_activations(configs: Configs) -> None:
         for choice, spec in others:
             if spec != wanted:
                 raise ValueError(
-                    f"MixedPrecision: hessian_errors sees weights alone, and the choices {first!r} and {choice!r} of layer "
-                    f"{name!r} differ in their activations; take gradient_errors or measured_errors."
+                    f"MixedPrecision: hessian_errors covers only weights, but the choices {first!r} and {choice!r} of layer "
+                    f"{name!r} differ in their activations; use gradient_errors or measured_errors."
                 )
 
 
 @torch.no_grad()
 def weight_change(module: nn.Module, config: QConfig | None, name: str) -> Tensor:
-    """Return the quantized weight less the weight."""
+    """Return the quantized weight minus the weight."""
     weight = module.get_parameter("weight").detach()
     if config is None or config.weight is None:
         return torch.zeros_like(weight)
@@ -99,7 +99,7 @@ class SquaredGradients:
         inputs: list[tuple[str, Tensor]] = []
 
         def keep(name: str, x: Tensor) -> Tensor:
-            # A tensor of its own for this layer: the gradients of other layers that take x stay out of it.
+            # A separate tensor for this layer: the gradients of other layers that take x are not added to it.
             own = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
             inputs.append((name, own))
             return own
@@ -122,12 +122,12 @@ class SquaredGradients:
 
 @contextmanager
 def _inputs_through(modules: Mapping[str, nn.Module], function: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Pass the floating-point input of each layer through function(name, x), for a `with` block."""
+    """Pass the floating-point input of each layer through function(name, x), within a `with` block."""
 
     def pass_through(
         name: str, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """Pass the input of a layer through the function, if it is a tensor of floats: a forward pre-hook."""
+        """Forward pre-hook: pass a floating-point input through the function."""
         x = input_of(args, kwargs)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return None

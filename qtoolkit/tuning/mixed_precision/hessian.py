@@ -32,7 +32,7 @@ class Trace:
 
     @property
     def at_least(self) -> float:
-        """The value, but no less than its standard error: an estimate in the noise, or below zero, does not say zero."""
+        """The value, but at least its standard error: an estimate near or below zero does not prove that the trace is zero."""
         return max(self.value, 0.0 if math.isnan(self.error) else self.error)
 
 
@@ -45,23 +45,23 @@ def hessian_traces(
     seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Trace]:
-    """Estimate the trace of the Hessian of a loss in each of some weights of a float model, block by block.
+    """Estimate the trace of the Hessian of a loss for each of some weights of a float model, block by block.
 
-    The estimate is the mean of v^T H v over vectors v of random signs (M. F. Hutchinson, 1990), as in HAWQ-V2
-    (arXiv 1911.03852). All weights take part in one probe, which costs two backward passes. The model runs in eval mode; its
-    gradients are left as they are.
+    The estimate is the mean of v^T H v over vectors v of random signs (M. F. Hutchinson, 1990), as in HAWQ-V2 (arXiv
+    1911.03852). One probe covers all weights, and costs two backward passes. The model runs in eval mode; its gradients are not
+    changed.
 
     Args:
         model: The float model.
         loss: loss(model, batch) returns a scalar, the mean over the batch.
         batches: The batches.
-        weights: The weights, by names of your own.
+        weights: The weights by name; the names are arbitrary.
         probes: Probes of each batch.
-        seed: Of the signs.
+        seed: Seed of the signs.
         progress: Show a progress bar.
 
     Returns:
-        The trace for each name. It is not negative at a minimum of the loss; elsewhere it may be.
+        The trace for each name. It is nonnegative at a minimum of the loss; elsewhere it can be negative.
 
     Raises:
         TypeError: The loss is not a scalar tensor.
@@ -104,14 +104,14 @@ def hessian_traces(
 
 
 def _traces(samples: Sequence[Tensor]) -> list[Trace]:
-    """Return the mean of each block's samples, with its standard error."""
+    """Return the mean of each block's samples, and its standard error."""
     stacked = torch.stack(list(samples)).double()
     errors = stacked.std(0) / len(samples) ** 0.5 if len(samples) > 1 else torch.full_like(stacked[0], torch.nan)
     return [Trace(*pair) for pair in zip(stacked.mean(0).tolist(), errors.tolist(), strict=True)]
 
 
 def _total(samples: Sequence[Tensor]) -> str:
-    """Return the trace of all blocks together so far, with its standard error."""
+    """Return the current estimate of the total trace, and its standard error."""
     totals = torch.stack([sample.sum() for sample in samples])
     error = f" ± {float(totals.std()) / len(samples) ** 0.5:.1g}" if len(samples) > 1 else ""
     return f"trace {float(totals.mean()):.4g}{error}"
@@ -144,7 +144,7 @@ def scalar_loss(what: str, loss: Loss, model: nn.Module, batch: object) -> Tenso
 
 @contextmanager
 def differentiable(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Let tensors require gradients for a `with` block."""
+    """Let tensors require gradients within a `with` block."""
     frozen = [tensor for tensor in tensors if not tensor.requires_grad]
     with attribute_kept(frozen, "requires_grad"):
         for tensor in frozen:

@@ -1,4 +1,4 @@
-"""MixedPrecision: the layers of a model, what each choice costs, and the choices with the least error within budgets."""
+"""MixedPrecision: the layers of a model, the costs of choices, and the choices with the smallest error within budgets."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,34 +36,36 @@ T = TypeVar("T")
 
 
 class MixedPrecision:
-    """Chooses a config for each layer of a float model, so that the sum of the layers' errors is the least within budgets.
+    """Chooses a config for each layer of a float model: the sum of the layers' errors is minimal within budgets.
 
-    The layers are those with one weight: convolutions, transposed convolutions, linear layers and embeddings. All else keeps
-    its config: see `Assignment.to_qconfig_mapping`.
+    Layers with choices are layers with one weight: convolutions, transposed convolutions, linear layers and embeddings. All
+    other ops keep their config: see `Assignment.to_qconfig_mapping`.
 
-    The costs of a choice are its "size", in bytes, of the codes of the weights and a float32 for each scale and zero point;
-    its "bit_operations", macs * bits of the weight * bits of the activation, with 32 for float; and its "latency" by a table
-    of your own.
+    The costs of a choice are its "size": bytes of the quantized weights and a float32 for each scale and zero point; its
+    "bit_operations": macs * bits of the weight * bits of the activation, with 32 for float; and its "latency", from a table
+    that you provide.
 
     Args:
         model: The float model.
-        example_inputs: Inputs of its forward, as for `qtoolkit.prepare`, of the batch size that bit operations are counted for.
-        choices: A config for each name of a choice; None leaves a layer in float. Fields that a spec leaves out are the
-            backend's, and axis 0 stands for the output channel, as in a global rule.
-        backend: The target, which must be given, as for `qtoolkit.prepare`.
-        fixed: The choice of layers that have no other, such as the first and the last.
+        example_inputs: Inputs of its forward, as for `qtoolkit.prepare`, with the batch size for which bit operations are
+            counted.
+        choices: A config by name of the choice; None keeps a layer in float. The backend completes missing fields of a spec,
+            and axis 0 means the output channel, as in a global rule.
+        backend: The target (required), as for `qtoolkit.prepare`.
+        fixed: Layers with a fixed choice, such as the first and the last layer.
         latency: The latency of each choice of each layer, in any unit.
 
     Warns:
-        UserWarning: The weights of layers are computed from others (pruned or parametrized): these layers have no choice.
+        UserWarning: The weights of layers are computed from other tensors (pruned or parametrized): these layers have no
+            choice.
 
     Raises:
-        TypeError: `backend` is left out, `model` is not a module, or a choice is no config.
+        TypeError: `backend` is missing, `model` is not a module, or a choice is not a config.
         ValueError: There is no layer or no choice, a name is unknown, or the table of latencies has no entry for a choice.
 
     Attributes:
         layers: The layers by name.
-        configs: The config of each choice of each layer, with all fields, and the axis that the layer's weight has.
+        configs: The config of each choice of each layer, with all fields, and the axis of the layer's weight.
         costs: The cost of each choice of each layer, by the name of the cost.
 
     Example:
@@ -115,7 +117,7 @@ class MixedPrecision:
             self.costs["latency"] = self._table(lambda name, choice: _latency(latency, name, choice))
 
     def allowed(self, layer: str) -> Sequence[str]:
-        """Return the names of the choices that a layer has."""
+        """Return the names of a layer's choices."""
         return (self.fixed[layer],) if layer in self.fixed else tuple(self.choices)
 
     # ---- errors of the choices
@@ -127,19 +129,19 @@ class MixedPrecision:
         higher_is_better: bool = True,
         progress: bool = True,
     ) -> dict[str, dict[str, float]]:
-        """Measure each choice of each layer with all other layers in float, by `qtoolkit.debug.sensitivity`.
+        """Measure each choice of each layer with all other layers in float, with `qtoolkit.debug.sensitivity`.
 
         Args:
-            build: Returns the model with this mapping, prepared or replaced, and calibrated; called once for each choice.
-            evaluate: Returns the score of a model; called once for each choice of each layer, and twice more for each choice.
+            build: Returns the model with a given mapping, prepared or replaced, and calibrated; called once for each choice.
+            evaluate: Returns the score of a model; called once for each choice of each layer, plus twice for each choice.
             higher_is_better: Whether a higher score is better; False for a loss.
             progress: Show a progress bar.
 
         Returns:
-            By how much each choice of each layer alone worsens the score.
+            How much each choice of each layer alone worsens the score.
 
         Raises:
-            ValueError: A layer is not quantized in the model that `build` returns, or as `qtoolkit.debug.sensitivity` does.
+            ValueError: A layer is not quantized in the model that `build` returns; or as in `qtoolkit.debug.sensitivity`.
         """
         check_flags("measured_errors", higher_is_better=higher_is_better, progress=progress)
         errors: Errors = {name: {} for name in self.modules}
@@ -169,18 +171,18 @@ class MixedPrecision:
     ) -> dict[str, dict[str, float]]:
         """Estimate the increase of the loss by the curvature: trace / weights * |Q(w) - w|^2 / 2 (HAWQ-V2, arXiv 1911.03852).
 
-        The estimate sees weights alone. A trace counts as at least its standard error.
+        The estimate covers only weights. A trace counts as at least its standard error.
 
         Args:
             loss: loss(model, batch) returns a scalar, the mean over the batch.
             batches: Batches for the traces.
             probes: Probes of each batch (see `hessian_traces`).
-            seed: Of the probes.
-            traces: Traces that are known, by layer; then loss and batches are not used.
+            seed: Seed of the probes.
+            traces: Known traces by layer; then loss and batches are not used.
             progress: Show a progress bar.
 
         Raises:
-            ValueError: Choices of a layer differ in their activations; or as `hessian_traces` does.
+            ValueError: Choices of a layer differ in their activations; or as in `hessian_traces`.
         """
         check_flags("hessian_errors", progress=progress)
         check_same_activations(self.configs)
@@ -202,12 +204,12 @@ class MixedPrecision:
     ) -> dict[str, dict[str, float]]:
         """Estimate the increase of the loss by squared gradients: N / 2 * sum (g * (Q(x) - x))^2 over weights and inputs.
 
-        The squares of the gradients of a batch of N samples stand for the Hessian's diagonal (the empirical Fisher
-        information). The estimate sees weights and activations; their ranges cover all batches, by the specs' observers.
+        The squared gradients of a batch of N samples approximate the Hessian's diagonal (the empirical Fisher information). The
+        estimate covers weights and activations; the specs' observers compute the ranges from all batches.
 
         Args:
             loss: loss(model, batch) returns a scalar, the mean over the batch.
-            batches: Batches, which are run twice: a list.
+            batches: A list of batches, which is run twice.
             progress: Show a progress bar.
 
         Raises:
@@ -215,7 +217,7 @@ class MixedPrecision:
         """
         check_flags("gradient_errors", progress=progress)
         if iter(batches) is batches:
-            raise ValueError("MixedPrecision: gradient_errors runs batches twice; pass a list of batches.")
+            raise ValueError("MixedPrecision: gradient_errors runs the batches twice; pass a list of batches.")
         squares = SquaredGradients(self.model, self.modules, self.configs, loss)
         with evaluating(self.model):
             squares.calibrate(batches_of("gradients: ranges", batches, progress))
@@ -233,25 +235,25 @@ class MixedPrecision:
         bit_operations: float | None = None,
         latency: float | None = None,
     ) -> Assignment:
-        """Return the choices with the least sum of errors within all budgets that are given. The result is exact.
+        """Return the choices with the smallest sum of errors within all given budgets. The result is exact.
 
         Args:
             errors: The error of each choice of each layer.
-            size: The most bytes.
-            bit_operations: The most bit operations.
-            latency: The most by the table of latencies.
+            size: The maximum number of bytes.
+            bit_operations: The maximum number of bit operations.
+            latency: The maximum latency, in the unit of the table.
 
         Raises:
-            ValueError: No choices meet the budgets; the sentence has the smallest value that can be reached. Or no budget is
-                given, or an error is missing or not finite.
+            ValueError: No choices meet the budgets (the message gives the smallest possible value), no budget is given, or an
+                error is missing or not finite.
             ImportError: SciPy is not installed.
         """
         given = {"size": size, "bit_operations": bit_operations, "latency": latency}
         budgets = {name: float(value) for name, value in given.items() if value is not None}
         if not budgets:
             raise ValueError(
-                f"MixedPrecision: give at least one budget: {', '.join(self.costs)}. Without one, the choice with the least "
-                f"error is the best for each layer."
+                f"MixedPrecision: give at least one budget: {', '.join(self.costs)}. Without one, the choice with the smallest "
+                "error is the best for each layer."
             )
         self._check_costs(budgets)
         chosen = solve(self._checked(errors), self.costs, budgets)
@@ -266,12 +268,12 @@ class MixedPrecision:
         )
 
     def front(self, errors: Table, cost: str = "size", points: int = 16) -> Front:
-        """Return the best assignments for budgets of one cost, in equal steps from the smallest that can be reached.
+        """Return the best assignments for budgets of one cost, in equal steps from the smallest possible value.
 
         Args:
             errors: The error of each choice of each layer.
             cost: "size", "bit_operations" or "latency".
-            points: The number of budgets; assignments that repeat are left out.
+            points: The number of budgets; repeated assignments are dropped.
         """
         check_whole("MixedPrecision", "points", points, 2)
         self._check_costs([cost])
@@ -288,7 +290,7 @@ class MixedPrecision:
             if least is not None and least > budget:
                 return (
                     f"MixedPrecision: {name}={budget:.12g} cannot be met: the smallest of these choices is "
-                    f"{least:.12g}{' bytes' if name == 'size' else ''}. Raise the budget, or add a choice of fewer bits."
+                    f"{least:.12g}{' bytes' if name == 'size' else ''}. Raise the budget, or add a choice with fewer bits."
                 )
         (first, budget), *_ = budgets.items()
         others = {name: value for name, value in budgets.items() if name != first}
@@ -298,7 +300,7 @@ class MixedPrecision:
         )
 
     def _least(self, cost: str, within: Mapping[str, float]) -> float | None:
-        """Return the smallest sum of a cost within other budgets; None where these cannot be met."""
+        """Return the smallest sum of a cost within other budgets; None if these cannot be met."""
         table = self.costs[cost]
         chosen = solve(table, self.costs, within)
         return None if chosen is None else sum(table[name][choice] for name, choice in chosen.items())
@@ -311,8 +313,8 @@ class MixedPrecision:
     def _check(self) -> None:
         if not self.modules:
             raise ValueError(
-                "MixedPrecision: the model has no convolution, linear layer or embedding; pass the float model, not a prepared "
-                "one."
+                "MixedPrecision: the model has no convolution, linear layer or embedding; pass the float model, not a "
+                "prepared model."
             )
         if not self.choices:
             raise ValueError("MixedPrecision: choices must have at least one config.")
@@ -328,22 +330,20 @@ class MixedPrecision:
         computed = [repr(name) for name, module in layers.items() if name not in self.modules and has_weight(module)]
         if computed:
             warnings.warn(
-                f"MixedPrecision: the weights of {some(computed)} are computed from others (pruned or "
-                f"parametrized), so these layers have no choices, and no part in the costs; make the weights plain with "
-                f"torch.nn.utils first.",
+                f"MixedPrecision: the weights of {some(computed)} are computed from other tensors (pruned or parametrized), "
+                "so these layers have no choices and do not count in the costs; make them plain parameters with "
+                "torch.nn.utils first.",
                 stacklevel=3,  # the caller of MixedPrecision
             )
 
     def _check_costs(self, names: Iterable[str]) -> None:
         for name in names:
             if name == "latency" and "latency" not in self.costs:
-                raise ValueError(
-                    "MixedPrecision: a budget of latency needs a table: MixedPrecision(..., latency=table)."
-                )
+                raise ValueError("MixedPrecision: a latency budget needs a table: MixedPrecision(..., latency=table).")
             check_known("cost", name, self.costs)
 
     def _checked(self, errors: Table) -> dict[str, dict[str, float]]:
-        """Return the errors of the choices that the layers have."""
+        """Return the errors of the layers' choices."""
         for name in self.modules:
             if name not in errors:
                 raise ValueError(f"MixedPrecision: errors has no entry for the layer {name!r}.")
@@ -355,7 +355,7 @@ class MixedPrecision:
                 if not np.isfinite(errors[name][choice]):
                     raise ValueError(
                         f"MixedPrecision: the error of the choice {choice!r} of layer {name!r} must be finite, got "
-                        f"{errors[name][choice]}; leave the choice out by fixed, or give it a large error."
+                        f"{errors[name][choice]}; exclude the choice with fixed, or give it a large error."
                     )
         return self._table(lambda name, choice: float(errors[name][choice]))
 

@@ -1,4 +1,4 @@
-"""The choice for each layer with the least error within budgets: an integer linear program."""
+"""Choose one option per layer with the smallest error within budgets: an integer linear program."""
 
 from collections.abc import Mapping
 from math import fsum
@@ -12,9 +12,9 @@ Table = Mapping[str, Mapping[str, float]]  # layer -> choice -> a number
 
 
 def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float]) -> dict[str, str] | None:
-    """Return a choice for each layer, or None where no choices meet the budgets, the largest sums of costs.
+    """Return a choice for each layer; None if no choices meet the budgets (upper bounds of the sums of costs).
 
-    The result is exact: of all combinations within the budgets none has a smaller sum of errors (but for rounding errors).
+    The result is exact up to rounding errors: no combination within the budgets has a smaller sum of errors.
 
     Example:
         >>> errors = {"a": {"4": 1.0, "8": 0.0}, "b": {"4": 3.0, "8": 0.0}}
@@ -47,5 +47,5 @@ def solve(errors: Table, costs: Mapping[str, Table], budgets: Mapping[str, float
         chosen = np.round(found.x)
         if all(fsum(weights[name] * chosen) <= budget * (1 + ROUNDING) for name, budget in budgets.items()):
             return {layer: choice for (layer, choice), taken in zip(places, chosen, strict=True) if taken}
-        # Within the solver's tolerance, but not within the budget: leave out this one combination.
+        # Within the solver's tolerance, but not within the budget: exclude this combination.
         rows, least, most = [*rows, chosen], [*least, -np.inf], [*most, chosen.sum() - 1]

@@ -1,1 +1,1 @@
-"""Codes of weights over the steps of a training: on which grids they lie, and how often they turn."""
+"""Quantized weights over training steps: their grids, and how often they change direction."""

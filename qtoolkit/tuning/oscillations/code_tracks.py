@@ -1,4 +1,4 @@
-"""What is known of the codes of weights over the steps of a training: how often they turn, and which are frozen."""
+"""Tracks of quantized weights over training steps: how often they turn, and which are frozen."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ OSCILLATING = 0.005  # the frequency above which a weight counts as oscillating,
 
 @dataclass
 class Track:
-    """What is known of the codes of a weight. Its tensors have the weight's shape."""
+    """The track of a quantized weight. Its tensors have the weight's shape."""
 
     codes: Tensor  # the codes after the last step, int32; of a frozen weight those that it keeps
     direction: Tensor  # the sign of the last change of each code, int32; 0 before the first one
@@ -24,17 +24,17 @@ class Track:
 
     @staticmethod
     def of(codes: Tensor) -> "Track":
-        """Begin with codes."""
+        """Start with quantized integers."""
         zeros = torch.zeros_like(codes, dtype=torch.float32)
         return Track(codes, torch.zeros_like(codes), zeros, zeros, torch.zeros_like(codes, dtype=torch.bool))
 
     def to(self, device: torch.device) -> "Track":
-        """Return it with its tensors on a device."""
+        """Return the track with its tensors on a device."""
         codes, direction, frozen = (each.to(device) for each in (self.codes, self.direction, self.frozen))
         return Track(codes, direction, self.frequency.to(device), self.average.to(device), frozen, self.steps)
 
     def follow(self, codes: Tensor, momentum: float) -> None:
-        """Take the codes after a step; frozen weights keep theirs."""
+        """Record the integers after a step; frozen weights keep their values."""
         codes = torch.where(self.frozen, self.codes, codes)
         change = (codes - self.codes).sign()
         turned = change * self.direction < 0
@@ -45,7 +45,7 @@ class Track:
         self.codes = codes
 
     def freeze(self, threshold: float) -> None:
-        """Freeze the weights above a threshold, each at that code of its last change which is nearer to the average."""
+        """Freeze the weights above a threshold, each at the value of its last change that is nearer to the average."""
         fresh = (self.frequency > threshold) & ~self.frozen
         before = self.codes - self.direction
         nearer = torch.where((self.average - before).abs() < (self.average - self.codes).abs(), before, self.codes)
@@ -54,13 +54,13 @@ class Track:
 
 @dataclass(frozen=True)
 class LayerOscillation:
-    """How many weights of a parameter oscillate and are frozen.
+    """The shares of oscillating and of frozen weights of a parameter.
 
     Attributes:
         name: The dotted name of the parameter.
         weights: The number of its elements.
-        oscillating: The share that is not frozen and turns in more than 0.5 % of the steps, by its moving average.
-        frozen: The share that is frozen.
+        oscillating: The share of weights that are not frozen and turn in more than 0.5 % of the steps, by the moving average.
+        frozen: The share of frozen weights.
     """
 
     name: str
@@ -86,9 +86,9 @@ class Oscillations:
     """The result of `OscillationFreezing.report`. It prints as a table.
 
     Attributes:
-        steps: The number of steps so far.
+        steps: The number of steps taken.
         layers: The shares of each parameter.
-        skipped: Why others are left out, by name.
+        skipped: The reasons for skipped parameters, by name.
     """
 
     steps: int
@@ -97,12 +97,12 @@ class Oscillations:
 
     @property
     def oscillating(self) -> float:
-        """The share of all weights that oscillates."""
+        """The share of oscillating weights."""
         return self._share([layer.weights * layer.oscillating for layer in self.layers])
 
     @property
     def frozen(self) -> float:
-        """The share of all weights that is frozen."""
+        """The share of frozen weights over all parameters."""
         return self._share([layer.weights * layer.frozen for layer in self.layers])
 
     def _share(self, counts: Sequence[float]) -> float:
@@ -117,7 +117,7 @@ class Oscillations:
         shares = f"{_percent(self.oscillating)} of {self.weights} weights oscillate, {_percent(self.frozen)} are frozen"
         rows = [("weight", "elements", "oscillate", "frozen"), *(layer.row() for layer in self.layers)]
         lines = [f"after {self.steps} steps: {shares}", *table(rows)]
-        return "\n".join(lines + [f"{name}: left out: {why}" for name, why in self.skipped.items()])
+        return "\n".join(lines + [f"{name}: skipped: {why}" for name, why in self.skipped.items()])
 
 
 def _percent(share: float) -> str:

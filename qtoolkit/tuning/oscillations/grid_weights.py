@@ -1,4 +1,4 @@
-"""Parameters that layers quantize on grids of integers: their codes, their values, and where they may move."""
+"""Parameters with integer grids: their integers, their values, and their ranges."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ from qtoolkit.verdicts import Obstacle
 from qtoolkit.wrapped import unwrapped
 
 OTHER_UNITS = (
-    "a batch norm multiplies its channels before they are quantized, and its scale cannot take the factor of each: give its "
-    "QuantSpec axis=0 and scales of any value"
+    "a batch norm multiplies its channels before quantization, and its scale cannot follow the factor of each: give its "
+    "QuantSpec axis=0 and scales that are not powers of two"
 )
 
 
 @dataclass(frozen=True)
 class GridWeight:
-    """A parameter that a layer quantizes on a grid of integers, by itself or times the factor of a linked batch norm."""
+    """A parameter with an integer grid, quantized directly or times the factor of a linked batch norm."""
 
     layer: Any  # the QuantModule
     attribute: str  # the name of the layer's attribute that is the quantizer
@@ -44,7 +44,7 @@ class GridWeight:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that is trained. A wrapper or a cast may have replaced it since the last call."""
+        """The trained parameter. A wrapper or a cast may have replaced it after the last call."""
         layer = self.layer
         weight: nn.Parameter = (
             layer.weight if isinstance(layer, QuantWeighted) else layer.weights_to_quantize()[self.attribute]
@@ -76,7 +76,7 @@ class GridWeight:
         return divisor_of(bn, step_variance(running(), self.layer, bn) if variance is None else variance).detach()
 
     def rescale_to_bn_factor(self, variance: Tensor | None) -> Tensor | None:
-        """Return the factor of the next step, by its variance. The scales take it, as they do in that step's forward."""
+        """Return the factor of the next step, by its variance. The scales follow it, as in that step's forward."""
         if variance is not None and self.layer.takes_factor:
             rescale_to_bn_factor(running(), self.layer, self.layer.batch_norm, variance, frozen=True)
         return self.factor(variance)
@@ -95,18 +95,18 @@ class GridWeight:
         return scaled
 
     def take_range(self, quantized: Tensor) -> None:
-        """Set a range that follows the weight to the range of what is quantized, as the next training forward does."""
+        """Set a range that follows the weight to the range of the quantized tensor, like the next training forward."""
         if self.quantizer.training and self.quantizer.follows:
             self.quantizer.follow(quantized)
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return the values of codes, in the dtype of the scale."""
+        """Dequantize integers, in the dtype of the scale."""
         q, spec = self.quantizer, self.quantizer.spec
         scale = q.scale
         return ops.dequantize(codes, scale, q.zero_point, spec.axis, q.group, spec.block_size, scale.dtype)
 
     def store(self, codes: Tensor, where: Tensor, factor: Tensor | None) -> None:
-        """Set elements of the parameter so that what is quantized has the values of codes there."""
+        """Set elements of the parameter so that their quantized values are these integers."""
         values = self.scaled(self.values(codes), None if factor is None else factor.reciprocal())
         weight = self.parameter
         weight.copy_(torch.where(where, values.to(weight.dtype), weight))
@@ -114,7 +114,7 @@ class GridWeight:
     def error(self) -> Tensor:
         """Return clip(w, the grid's range) - Q(w), of the parameter's shape and in its units.
 
-        Gradients flow to the parameter, where it is in the range; the grid and Q(w) are constants.
+        Gradients flow to the parameter if it is in the range; the grid and Q(w) are constants.
         """
         factor = self.factor()
         x = self.scaled(self.parameter, factor)
@@ -131,11 +131,11 @@ class GridWeight:
 def weights_on_grids(
     model: nn.Module, max_bits: int, what: str, in_units: bool = False
 ) -> tuple[dict[str, GridWeight], dict[str, str]]:
-    """Return the weights on grids of integers, each once, by the first name of the parameter; and why others are left out.
+    """Return the weights with integer grids, each once, by the first name of the parameter; and the reasons for skipped ones.
 
-    `in_units` leaves out weights whose grid, in units of the parameter, changes with a batch norm.
+    `in_units` skips weights with a grid that, in units of the parameter, changes with a batch norm.
 
-    Raises ValueError: there is none; TypeError: the quantizers are of `qtoolkit.compat.pytorch_quantization`.
+    Raises ValueError: there is none; TypeError: the quantizers belong to `qtoolkit.compat.pytorch_quantization`.
     """
     model = unwrapped(model)
     found: dict[str, GridWeight] = {}
@@ -151,22 +151,22 @@ def weights_on_grids(
                 found[place], owners[id(weight.parameter)] = weight, place
     for name, quantizer in quantizers_of(model).items():
         if quantizer.of_weight and quantizer.inserted:
-            skipped[name] = "it quantizes the weight that a function takes; make it a layer, which owns the weight"
+            skipped[name] = "it quantizes the weight of a function; use a layer, which owns its weight"
     if not found:
         refuse_foreign_quantizers(model, what)
-        raise ValueError(f"{what}: the model has no weight on a grid of integers{_remedy(skipped, max_bits)}")
+        raise ValueError(f"{what}: the model has no weight with an integer grid{_remedy(skipped, max_bits)}")
     return found, skipped
 
 
 def _grid_weight(
     layer: QuantModule, attribute: str, quantizer: Quantizer, max_bits: int, in_units: bool, owners: Mapping[int, str]
 ) -> GridWeight | Obstacle:
-    """Return a weight on a grid of integers, or why it is left out."""
+    """Return a weight with an integer grid, or the reason why it is skipped."""
     spec = quantizer.spec
     if not isinstance(quantizer, TensorQuantizer):
-        return Obstacle("it is converted, and is not trained")
+        return Obstacle("it is converted, so it is not trained")
     if quantizer.capability.bits is None or not quantizer.capability.direct:
-        return Obstacle(f"it is quantized as {spec.describe()}, which is no plain grid of integers")
+        return Obstacle(f"it is quantized as {spec.describe()}, which is not a plain integer grid")
     if spec.bits > max_bits:
         return Obstacle(f"it has {spec.bits} bits, more than max_bits={max_bits}")
     weight = GridWeight(layer, attribute, quantizer)
@@ -182,7 +182,7 @@ def _grid_weight(
 def _remedy(skipped: Mapping[str, str], max_bits: int) -> str:
     if not skipped:
         return (
-            "; pass what qtoolkit.prepare or qtoolkit.quant_modules.replace returned, with a QuantSpec for weights in its "
+            "; pass the result of qtoolkit.prepare or qtoolkit.quant_modules.replace, with a QuantSpec for weights in its "
             "QConfigMapping."
         )
     reasons = some([f"{name}: {why}" for name, why in skipped.items()], most=3)
@@ -195,7 +195,7 @@ def _remedy(skipped: Mapping[str, str], max_bits: int) -> str:
 def shared_variances(weights: Sequence[GridWeight]) -> list[Tensor | None]:
     """Return the running variances by which batch norms scale the weights in the next forward; None without a batch norm.
 
-    In a process group they are rank 0's, which DistributedDataParallel gives to all ranks before the next forward.
+    In a process group they are the variances of rank 0, which DistributedDataParallel broadcasts before the next forward.
     """
     norms = [weight.batch_norm for weight in weights]
     own = [None if bn is None else running_variance(bn) for bn in norms]

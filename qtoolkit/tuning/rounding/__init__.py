@@ -1,1 +1,1 @@
-"""The rounding of weights, learned: units of a graph, what they are learned from, and how."""
+"""Learned rounding of weights: units of a graph, their samples, and the learning."""

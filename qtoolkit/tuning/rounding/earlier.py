@@ -1,4 +1,4 @@
-"""What earlier methods have made of a model: without quantizers it no longer computes the float model."""
+"""Detect changes by earlier methods, after which a model without quantizers differs from the float model."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -8,35 +8,35 @@ from torch import nn
 from qtoolkit.errors import some
 from qtoolkit.nn.rounded import corrected_in, rounded_in
 
-ANEW = "take a new model of qtoolkit.prepare or qtoolkit.quant_modules.replace"
+ANEW = "use a new model from qtoolkit.prepare or qtoolkit.quant_modules.replace"
 
 
 def warn_before_rounding(model: nn.Module, names: Iterable[str], what: str) -> None:
-    """Warn, in a sentence that begins with `what`, of layers whose weights or biases an earlier method has changed."""
+    """Warn about layers with weights or biases changed by an earlier method; the message begins with `what`."""
     layers = {name: model.get_submodule(name) for name in names}
     rounded = rounded_in(layers)
     if rounded:
         warnings.warn(
-            f"{what}: the weights of {some(rounded)} lie on their codes already, as after qtoolkit.tuning.reconstruct or gptq: "
-            f"their float values are lost, and they stay as they are. To choose these codes anew, {ANEW}.",
+            f"{what}: the weights of {some(rounded)} are already rounded (qtoolkit.tuning.reconstruct or gptq): their float "
+            f"values are lost, and they do not change. To choose their rounding again, {ANEW}.",
             stacklevel=3,
         )
     corrected = corrected_in(layers)
     if corrected:
         warnings.warn(
-            f"{what}: qtoolkit.tuning.bias_correction has changed the biases of {some(corrected)} for weights that are rounded "
-            f"to nearest. They do not fit other codes. Before you choose codes, {ANEW}.",
+            f"{what}: qtoolkit.tuning.bias_correction has changed the biases of {some(corrected)} for weights that are "
+            f"rounded to nearest. They do not fit another rounding. Before you choose the rounding, {ANEW}.",
             stacklevel=3,
         )
 
 
 def warn_before_correction(layers: Mapping[str, nn.Module]) -> None:
-    """Warn of layers whose weights an earlier method has rounded, before biases are corrected."""
+    """Warn, before a correction of biases, about layers with weights rounded by an earlier method."""
     rounded = rounded_in(layers)
     if rounded:
         warnings.warn(
-            f"bias_correction: the weights of {some(rounded)} lie on their codes already, as after qtoolkit.tuning.reconstruct "
-            f"or gptq: the means to reach are those of the rounded weights, so that only shifts by activations are corrected. "
-            f"Correct the biases of models whose weights are rounded to nearest.",
+            f"bias_correction: the weights of {some(rounded)} are already rounded (qtoolkit.tuning.reconstruct or gptq), and "
+            "the target means are computed with them, so only shifts by activations are corrected. Apply it to models with "
+            "weights that are rounded to nearest.",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The grid of a weight, element by element, and the choice of its codes."""
+"""The grid of a weight, element by element, and the choice of its rounding."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ LOW, HIGH = -0.1, 1.1
 
 
 def codes_on_grid(quantizer: TensorQuantizer, x: Tensor) -> Tensor:
-    """Return the int32 codes of a tensor by ordinary rounding."""
+    """Quantize a tensor to int32 by rounding to nearest."""
     spec = quantizer.spec
     grid = (spec.qmin, spec.qmax, spec.axis, quantizer.group, spec.block_size)
     return ops.quantize(x, quantizer.scale, quantizer.zero_point, *grid, torch.int32)
@@ -23,13 +23,13 @@ def codes_on_grid(quantizer: TensorQuantizer, x: Tensor) -> Tensor:
 class CodeGrid:
     """The grid of a layer's weight, with the step and the zero point of each element: `steps`, `zeros`.
 
-    `weight` is the tensor that the quantizer gets, in float32 or float64. Raises RuntimeError: the quantizer has no range yet.
+    `weight` is the input of the quantizer, in float32 or float64. Raises RuntimeError: the quantizer is not calibrated.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
         if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer):
-            raise TypeError(f"layer {name!r} has no quantizer of its weight.")
+            raise TypeError(f"layer {name!r} has no weight quantizer.")
         quantizer.check_ready()
         self.layer, self.name, self.quantizer = layer, name, quantizer
         with torch.no_grad():
@@ -43,21 +43,21 @@ class CodeGrid:
         return zeros if values is None else zeros + per_element(values, zeros, q.spec, q.group)
 
     def clamp(self, codes: Tensor) -> Tensor:
-        """Return codes, with the zero point, within the range of the spec."""
+        """Return integers, including the zero point, clipped to the range of the spec."""
         return clip(codes, float(self.quantizer.spec.qmin), float(self.quantizer.spec.qmax))
 
     def nearest(self) -> Tensor:
-        """Return the codes of ordinary rounding."""
+        """Return the integers of rounding to nearest."""
         return codes_on_grid(self.quantizer, self.weight).to(self.weight.dtype)
 
     def values(self, codes: Tensor) -> Tensor:
-        """Return the values of codes."""
+        """Dequantize integers."""
         return (codes - self.zeros) * self.steps
 
     def store(self, codes: Tensor) -> None:
-        """Move the layer's weight onto the grid, so that ordinary rounding gives these codes; keep the range as it is.
+        """Move the layer's weight onto the grid, so that rounding to nearest gives these integers; keep the range.
 
-        Raises ValueError: the weight's dtype is too coarse to keep the codes apart.
+        Raises ValueError: the weight's dtype is too coarse to distinguish the integers.
         """
         with torch.no_grad():
             values, bn = self.values(codes), self.layer.batch_norm
@@ -67,15 +67,15 @@ class CodeGrid:
         self.quantizer.following = False
         if not torch.equal(CodeGrid(self.layer, self.name).nearest(), codes):
             raise ValueError(
-                f"layer {self.name!r}: its weight of {self.layer.weight.dtype} is too coarse to hold codes of "
-                f"{self.quantizer.spec.bits} bits; convert the model with model.float() first."
+                f"layer {self.name!r}: its {self.layer.weight.dtype} weight is too coarse for {self.quantizer.spec.bits} bits; "
+                "convert the model with model.float() first."
             )
 
 
 class SoftRounding(nn.Module):
-    """Weights between the two codes next to each: rounded down plus the rectified sigmoid of a variable.
+    """Weights between their two neighbouring grid values: rounded down plus the rectified sigmoid of a variable.
 
-    The variables, of the weight's shape, start where the values are the float weight's.
+    The variables, of the weight's shape, start such that the values equal the float weight.
     """
 
     def __init__(self, grid: CodeGrid) -> None:
@@ -87,16 +87,16 @@ class SoftRounding(nn.Module):
         self.variable = nn.Parameter(torch.log(share / (1 - share)))
 
     def up(self) -> Tensor:
-        """Return how far each weight is rounded up, from 0 to 1."""
+        """Return the fraction by which each weight is rounded up, from 0 to 1."""
         return clip(torch.sigmoid(self.variable) * (HIGH - LOW) + LOW, 0.0, 1.0)
 
     def forward(self) -> Tensor:
         return self.grid.values(self.grid.clamp(self.down + self.up()))
 
     def codes(self) -> Tensor:
-        """Return the codes to which the variables lead."""
+        """Return the integers that the variables determine."""
         return self.grid.clamp(self.down + (self.variable.detach() >= 0))
 
     def undecided(self, beta: float) -> Tensor:
-        """Return the regularizer: the sum of 1 - |2 h - 1|^beta, which is 0 where every weight is on a code."""
+        """Return the regularizer: the sum of 1 - |2 h - 1|^beta, which is 0 if every weight is on the grid."""
         return (1 - (2 * self.up() - 1).abs().pow(beta)).sum()

@@ -18,14 +18,14 @@ from qtoolkit.tuning.runs.cache import BatchCache
 WARM_UP, FIRST_BETA, LAST_BETA = 0.2, 20.0, 2.0
 
 
-# Of a batch: a unit's inputs, its inputs in the float model (none without drop), its output there, and the importance of the
+# For a batch: a unit's inputs, its inputs in the float model (none without drop), its float output, and the importance of the
 # elements of the output's tensors, or None.
 Sample = tuple[list[object], list[object], object, list[Tensor] | None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `qtoolkit.tuning.reconstruct` that learning takes."""
+    """The options of `qtoolkit.tuning.reconstruct` for learning."""
 
     steps: int
     learning_rate: float
@@ -46,9 +46,9 @@ def learn(
     error: float,
     stepped: Callable[[], object],
 ) -> dict[str, Tensor]:
-    """Learn the codes of each weight in a unit and, where the options say so, store learned scales of its activations.
+    """Learn the rounding of each weight in a unit and, if enabled, store learned scales of its activations.
 
-    `place`, with the seed, gives the random numbers; `error`, of weights rounded to nearest, divides the loss.
+    `place` and the seed determine the random numbers. The loss is divided by `error`, the error of rounding to nearest.
     `stepped` is called after each step.
     """
     roundings = {name: SoftRounding(grid) for name, grid in grids.items()}
@@ -72,7 +72,7 @@ def learn(
             if beta is not None:
                 undecided = torch.stack([rounding.undecided(beta) for rounding in roundings.values()])
                 loss = loss + options.rounding_weight * undecided.sum() / sum(map(Tensor.numel, variables))
-            # Not by backward(): the gradients of the model's own parameters stay as they are.
+            # Not with backward(): the gradients of the model's own parameters must not change.
             gradients = torch.autograd.grad(loss, [*variables, *ratios], allow_unused=True)
             for parameter, gradient in zip((*variables, *ratios), gradients, strict=True):
                 parameter.grad = gradient
@@ -102,7 +102,7 @@ def distances(
 
 
 def _mixed(inputs: list[object], in_float: list[object], drop: float, random: torch.Generator) -> list[object]:
-    """Return the inputs with a share of their elements as in the float model."""
+    """Return the inputs with a share of their elements taken from the float model."""
     pairs = zip(tensors_of(inputs), tensors_of(in_float), strict=True)
     mixed: list[object] = with_tensors(inputs, iter([_dropped(x, y, drop, random) for x, y in pairs]))
     return mixed
@@ -123,7 +123,7 @@ def _soft(rounding: SoftRounding) -> Hook:
 
 
 def _activation(scale: "_LearnedScale | None", drop: float, random: torch.Generator) -> Hook:
-    """Return what a quantizer of an activation returns: by its learned scale, if it has one, with a share left in float."""
+    """Return a hook for an activation quantizer: its learned scale, if it has one, with a share kept in float."""
 
     def answer(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor:
         y = y if scale is None else scale(args[0])
@@ -133,7 +133,7 @@ def _activation(scale: "_LearnedScale | None", drop: float, random: torch.Genera
 
 
 class _LearnedScale:
-    """The scale of an activation while it is learned, as a ratio to its start."""
+    """The scale of an activation during learning, as a ratio to its start."""
 
     def __init__(self, quantizer: TensorQuantizer) -> None:
         self.quantizer = quantizer
@@ -146,6 +146,6 @@ class _LearnedScale:
         return fake_quant(spec, x, scale, self.zero_point, quantizer.group, spec.block_size, 1.0)
 
     def store(self) -> None:
-        """Give the quantizer the learned scale, which stays in training."""
+        """Store the learned scale in the quantizer; training does not change it."""
         self.quantizer.write_grid(self.start * self.ratio.detach().abs(), self.zero_point)
         self.quantizer.following = False

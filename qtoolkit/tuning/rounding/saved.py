@@ -1,4 +1,4 @@
-"""The folder in which finished units are kept, so that an interrupted run can go on."""
+"""The folder of finished units, from which an interrupted run can resume."""
 
 import hashlib
 import io
@@ -22,20 +22,20 @@ class UnitState(TypedDict):
 
 
 class FinishedUnit(UnitState):
-    """The state of a unit whose rounding was learned, with the fields of its UnitResult."""
+    """The state of a finished unit, with the fields of its UnitResult."""
 
     result: dict[str, Any]
 
 
 class SavedUnits:
-    """Files of finished units, one each, written atomically; they belong to a model as it was before, and to options."""
+    """Files of finished units, one each, written atomically; they are bound to the initial model and to the options."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, model: nn.Module, options: str) -> None:
         self.folder = None if folder is None else Path(folder)
         self.key = "" if self.folder is None else _key_of(model, options)
 
     def load(self, place: int) -> FinishedUnit | None:
-        """Return what was saved for the unit of this place, or None.
+        """Return the saved state of the unit with this index, or None.
 
         Raises ValueError: it was saved for another model, or with other options; or the file is damaged.
         """
@@ -46,20 +46,18 @@ class SavedUnits:
         try:
             saved = torch.load(content, weights_only=True)
         except Exception as error:  # of many types, OSError too where a damaged file names a place outside of it
-            raise ValueError(
-                f"reconstruct: {str(file)!r} is damaged; remove it, and its unit is learned again."
-            ) from error
+            raise ValueError(f"reconstruct: {str(file)!r} is damaged; remove it to learn its unit again.") from error
         key = saved.pop("key", None) if isinstance(saved, dict) else None
         if key != self.key:
             raise ValueError(
-                f"reconstruct: {str(file)!r} is from another model, calibration or set of options; pass another path, or "
-                f"remove that folder to begin anew."
+                f"reconstruct: {str(file)!r} belongs to another model, calibration or set of options; pass another path, or "
+                "remove that folder to start again."
             )
         unit: FinishedUnit = saved
         return unit
 
     def save(self, place: int, content: FinishedUnit) -> None:
-        """Save the result of the unit of this place."""
+        """Save the result of the unit with this index."""
         file = self._file(place)
         if file is not None:
             buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What units are learned from, for each batch: inputs, outputs in the float model, and how much each element counts."""
+"""Samples for learning units, for each batch: inputs, outputs of the float model, and importance of each element."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,11 +24,11 @@ Loss = LossOfTask | Literal["kl"]
 
 
 class UnitSamples(ExitStack):
-    """A model and its float twin, with the same graph, that run on all batches from unit to unit, in a `with` block.
+    """Runs a model and its float copy, with the same graph, on all batches from unit to unit, in a `with` block.
 
-    A unit's inputs come from the model as it is when the unit is reached. The inputs in the float model are kept too with
-    `options.drop`, the importance of the outputs' elements with a loss. Up to `limit` bytes are in memory, one half of them for
-    the unit at hand; the others are in temporary files.
+    A unit's inputs come from the model at the time when the unit is reached. With `options.drop` the inputs of the float model
+    are also kept, and with a loss the importance of the outputs' elements. Up to `limit` bytes are in memory, one half of them
+    for the current unit; the rest is in temporary files.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class UnitSamples(ExitStack):
         return BatchCache(self._limit / 2, self._device)
 
     def fill(self, cache: BatchCache[Sample], place: int) -> None:
-        """Add to a cache for each batch a unit's inputs, its inputs and output in float, and the importance, or None.
+        """Add to a cache, for each batch, a unit's inputs, its float inputs and outputs, and the importance, or None.
 
-        The unit is behind the last call's.
+        The unit must come after the last call's unit.
         """
         name, weighting = self.units[place].name, None
         if self._first is None:
@@ -81,7 +81,7 @@ class UnitSamples(ExitStack):
                 cache.append((list(inputs), before, output, self._importance_of(place, index)))
 
     def _importance_of(self, place: int, index: int) -> list[Tensor] | None:
-        """Take from its cache the importance of a unit's output in a batch."""
+        """Return the importance of a unit's output in a batch, from its cache."""
         if self.loss is None or self._first is None:
             return None
         at = index * (len(self.units) - self._first) + place - self._first
@@ -96,9 +96,9 @@ class UnitSamples(ExitStack):
 class Importance:
     """The importance of the elements of nodes' values: the diagonal of the Fisher information of a loss there.
 
-    The parameters of the model stop requiring gradients. The loss is loss(output, batch), a scalar; or "kl": labels are
-    drawn, by the seed, from the distribution that the model's own logits give, and the loss is the cross entropy. The mean
-    of its squared gradients is the second derivative of the KL divergence from that distribution.
+    The parameters of the model stop requiring gradients. The loss is loss(output, batch), a scalar; or "kl": labels are drawn,
+    with the seed, from the distribution of the model's logits, and the loss is the cross entropy. The mean of its squared
+    gradients is the second derivative of the KL divergence from that distribution.
     """
 
     def __init__(self, model: QuantizedGraphModule, nodes: Sequence[fx.Node], loss: Loss, seed: int) -> None:
@@ -109,7 +109,7 @@ class Importance:
     def of(self, data: Batches, batch: object) -> list[list[Tensor]]:
         """Return the importance of each element of each node's tensors for a batch, by one backward pass.
 
-        Raises ValueError: the loss is no scalar that depends on the model's output, or "kl" gets no logits.
+        Raises ValueError: the loss is not a scalar that depends on the model's output, or "kl" gets no logits.
         """
         with torch.enable_grad():
             loss = self.loss(data.run(self.model, batch), batch)
@@ -127,8 +127,8 @@ class Importance:
     def _kl(self, output: object, batch: object) -> Tensor:
         if not isinstance(output, Tensor) or output.dim() < 2 or not output.is_floating_point():
             raise ValueError(
-                f"reconstruct: loss='kl' takes models that return logits as one tensor (N, classes, ...), got "
-                f"{_described(output)}; pass loss=lambda output, batch: ..., the loss of the task."
+                "reconstruct: loss='kl' needs models that return logits as one tensor (N, classes, ...), got "
+                f"{_described(output)}; pass the loss of the task, loss=lambda output, batch: ...."
             )
         logits = output.movedim(1, -1).flatten(0, -2).float()
         drawn = torch.multinomial(logits.detach().softmax(1), 1, generator=self.random)[:, 0]
@@ -161,7 +161,7 @@ class _NodeRecorder(nn.Module):
         self.watched: Sequence[object] = ()
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Return the model's output; what does not depend on the nodes has a gradient too, so that any loss has one."""
+        """Return the model's output; values that do not depend on the nodes also require gradients, for any loss."""
         output, self.watched = self.inner(*args, **kwargs)
         return with_gradients(output)
 

@@ -1,11 +1,11 @@
-"""Units: the parts of a prepared graph whose rounding is learned together, a layer or a block each.
+"""Units: parts of a prepared graph with jointly learned rounding, a layer or a block each.
 
-A unit has one output tensor. It begins with the quantizers of its inputs, where nothing else takes their values, and ends
-before the next quantizer. Blocks are found by the graph alone:
+A unit has one output tensor. It starts with the quantizers of its inputs, if nothing else uses them, and ends before the next
+quantizer. Blocks are found from the graph:
 
-- A stretch between two places that a single tensor passes is a block if it branches: a residual block, an attention, an
-  inception module.
-- Of the other layers, those of one submodule with a single output are a block, if they are few.
+- A section between two points with a single tensor is a block if it branches: a residual block, an attention, an inception
+  module.
+- The other layers of a submodule with a single output are a block if they are few.
 - Every other layer is a unit of its own.
 """
 
@@ -35,7 +35,7 @@ MOST_IN_MODULE = 4  # layers of a submodule without branches
 class RoundingUnit:
     """A part of a graph with one output."""
 
-    # the dotted name of the layer, or of the submodule that has all layers of a block; else the first and last one
+    # the dotted name of the layer, or of the submodule with all layers of a block; else the first and last layer
     name: str
     layers: tuple[str, ...]  # the dotted names of the layers whose rounding is learned
     nodes: tuple[fx.Node, ...]  # the nodes of the part, in order
@@ -52,17 +52,17 @@ class RoundingUnit:
 def find_units(
     gm: QuantizedGraphModule, blocks: bool, layers: Sequence[str] | None, what: str
 ) -> tuple[list[RoundingUnit], dict[str, str]]:
-    """Return the units of a prepared model in the order in which they run, and why other layers are in none.
+    """Return the units of a prepared model in the order in which they run, and the reasons for all other layers.
 
-    Without `blocks` each layer is a unit. `layers` are those to use; None takes all that can be. Raises ValueError, which
-    begins with `what`: a name is unknown, or its layer's rounding cannot be learned.
+    Without `blocks` each layer is a unit. `layers` are the layers to use; None uses all supported layers. Raises ValueError,
+    which begins with `what`: a name is unknown, or its layer is not supported.
     """
     graph = _GraphOfUnits(gm)
     reasons = obstacles(gm)
     for name in reasons:
         count = len(graph.calls.of(gm.get_submodule(name)))
         if count > 1:
-            reasons[name] = f"the model calls it {count} times, so it has no one output"
+            reasons[name] = f"the model calls it {count} times, so it has several outputs"
         elif not count:
             reasons[name] = "the graph does not call it: it is inside a leaf module, or nothing uses it"
     reasons |= obstacles_of_functions(gm)
@@ -78,7 +78,7 @@ def find_units(
 
 
 def chosen(reasons: Mapping[str, str], layers: Sequence[str] | None, what: str) -> list[str]:
-    """Return the layers to work on: those named, or all without an obstacle. Errors begin with `what`.
+    """Return the layers to process: the named ones, or all without an obstacle. Errors begin with `what`.
 
     Raises TypeError: one string was given; ValueError: a name is unknown, or its layer has an obstacle; or no layer is left.
     """
@@ -88,20 +88,20 @@ def chosen(reasons: Mapping[str, str], layers: Sequence[str] | None, what: str) 
     for name in layers or ():
         check_known(f"layer of {what}", name, reasons)
         if reasons[name]:
-            near = f"layers it can take are {', '.join(possible[:3])}" if possible else "no layer here can be taken"
+            near = f"supported layers are {', '.join(possible[:3])}" if possible else "no layer here is supported"
             raise ValueError(
-                f"{what}: layer {name!r} cannot be taken: {reasons[name]}. Leave it out of layers; {near}."
+                f"{what}: layer {name!r} is not supported: {reasons[name]}. Remove it from layers; {near}."
             )
     if not possible:
         why = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:3]) or "there is no layer"
-        raise ValueError(f"{what}: the model has no layer whose weight can be rounded anew ({why}).")
+        raise ValueError(f"{what}: the model has no layer with a weight that can be rounded ({why}).")
     return possible if layers is None else list(dict.fromkeys(layers))
 
 
 def obstacles(model: nn.Module) -> dict[str, str]:
-    """Return for each layer with a quantized weight why its rounding cannot be chosen, by its first name; "" where it can.
+    """Return for each layer with a quantized weight why its rounding cannot be chosen, by its first name; "" if it can.
 
-    Convolutions and linear layers that stayed float are among them.
+    Convolutions and linear layers in float are included.
     """
     names = names_by_module(model)
     owners = owners_of_parameters(model)
@@ -116,37 +116,37 @@ def obstacles(model: nn.Module) -> dict[str, str]:
 
 
 def obstacles_of_functions(model: nn.Module) -> dict[str, str]:
-    """Return why each function of a graph that takes a quantized weight is left out, by the name of its node."""
+    """Return why functions with a quantized weight are skipped, by the names of their nodes."""
     nodes = model.graph.nodes if isinstance(model, QuantizedGraphModule) else ()
     functions = [function for node in nodes if is_weight_quantizer(node) for function in node.users]
     return dict.fromkeys(
         [function.name for function in functions],
-        "it is a function that takes a weight; make it a layer, which owns the weight",
+        "it is a function with a weight argument; use a layer, which owns its weight",
     )
 
 
 def _readers(node: fx.Node) -> list[str]:
-    """Return the functions that take a parameter, with or without a quantizer between."""
+    """Return the functions with a parameter as an argument, with or without a quantizer between."""
     return [reader.name for user in node.users for reader in (user.users if is_weight_quantizer(user) else (user,))]
 
 
 def _obstacle(layer: nn.Module, name: str, owners: Mapping[int, Sequence[str]]) -> str:
     kind = kind_of_module(layer)
     if not kind.layer:
-        return f"it is of kind {kind.name!r}; only convolutions, transposed convolutions and linear layers can be taken"
+        return f"it is of kind {kind.name!r}; only convolutions (transposed too) and linear layers are supported"
     quantizer = layer.weight_quantizer if isinstance(layer, QuantWeighted) else None
     if not isinstance(layer, QuantWeighted) or not isinstance(quantizer, TensorQuantizer) or not quantizer.quantizing:
         return "its weight is not quantized; give it a config in the QConfigMapping"
     if not quantizer.capability.plain:
-        return f"its weight is quantized as {quantizer.spec.describe()}, which is no plain grid of integers"
+        return f"its weight is quantized as {quantizer.spec.describe()}, which is not a plain integer grid"
     if "weight" not in layer._parameters:
-        return "its weight is computed from others (pruned or parametrized); make it plain with torch.nn.utils first"
+        return "its weight is computed from other tensors (pruned or parametrized); make it plain with torch.nn.utils first"
     others = [owner for owner in owners[id(layer.weight)] if owner != name]
-    return f"its weight is that of {others[0]!r} too" if others else ""
+    return f"it shares its weight with {others[0]!r}" if others else ""
 
 
 class _GraphOfUnits:
-    """A graph with what units are found by."""
+    """A graph with lookup tables for finding units."""
 
     def __init__(self, gm: QuantizedGraphModule) -> None:
         self.gm, self.free = gm, free_nodes(gm)
@@ -155,7 +155,7 @@ class _GraphOfUnits:
         self.calls = ModuleCalls(gm.graph)
 
     def unit(self, layers: Sequence[str], inside: Iterable[fx.Node], output: fx.Node) -> RoundingUnit:
-        """Return the unit of some nodes, with the activation behind them and the quantizers before them."""
+        """Return the unit of some nodes, with the activation after them and the quantizers before them."""
         members = set(inside)
         while (follower := self._follower(output, members)) is not None:
             members.add(follower)
@@ -167,7 +167,7 @@ class _GraphOfUnits:
         return RoundingUnit(_name(layers), tuple(layers), tuple(nodes), tuple(ordered), output)
 
     def _follower(self, output: fx.Node, members: set[fx.Node]) -> fx.Node | None:
-        """Return the batch norm or the activation that alone takes an output, and nothing else."""
+        """Return the batch norm or activation that is the only user of an output, and has no other input."""
         users = list(output.users)
         if len(users) != 1 or users[0] in members or users[0] not in self.order:
             return None
@@ -175,7 +175,7 @@ class _GraphOfUnits:
         return users[0] if (kind.activation or kind.normalizes_batches) and not others else None
 
     def _take_quantizers(self, members: set[fx.Node]) -> None:
-        """Add the quantizers of the inputs that serve only these nodes, with the ops between."""
+        """Add the quantizers of the inputs that only these nodes use, with the ops between."""
         for source in [source for node in list(members) for source in node.all_input_nodes]:
             path: list[fx.Node] = []
             node: fx.Node | None = source
@@ -212,7 +212,7 @@ def _blocks(graph: _GraphOfUnits, layers: Mapping[str, fx.Node]) -> list[Roundin
 
 
 def _branching(graph: _GraphOfUnits) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Return the stretches of the graph between places that one tensor passes, with their outputs."""
+    """Return the sections of the graph between points with a single tensor, with their outputs."""
     after_layer: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_layer(node) or not after_layer.isdisjoint(node.all_input_nodes):
@@ -238,7 +238,7 @@ def _branching(graph: _GraphOfUnits) -> list[tuple[list[fx.Node], fx.Node]]:
 
 
 def _modules(graph: _GraphOfUnits) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Return the nodes and the output of each submodule with few layers and one output, that with the most layers first."""
+    """Return the nodes and the output of each submodule with few layers and one output, largest number of layers first."""
     calls = graph.gm.calls
     members: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:

@@ -1,1 +1,1 @@
-"""Running a model on the batches of the user: as a whole, or stretch by stretch."""
+"""Run a model on the user's batches: as a whole, or section by section."""

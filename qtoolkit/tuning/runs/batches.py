@@ -1,4 +1,4 @@
-"""Running parts of a model on batches: up to a node of its graph, or up to a layer."""
+"""Run parts of a model on batches: up to a node of its graph, or up to a layer."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,24 +24,24 @@ T = TypeVar("T")
 
 
 class ReachedError(Exception):
-    """A part of a model has run as far as it was wanted."""
+    """Raised to stop a model after the part that is needed."""
 
 
 class Batches:
-    """The batches that the user gave, which are read several times; an iterator is stored as a list.
+    """The user's batches, which are read several times; an iterator is stored as a list.
 
-    `forward` is forward(model, batch), or None for batches that the model takes; errors begin with `what`. Raises
-    TypeError: it is no iterable of batches, or forward is no function. Warns where there are other processes, which have
-    batches of their own.
+    `forward` is forward(model, batch), or None if batches are passed to the model directly; errors begin with `what`. Raises
+    TypeError: batches is not an iterable, or forward is not a function. Warns if there are other processes, which may have
+    other batches.
     """
 
     def __init__(self, batches: Iterable[object], forward: Forward | None, what: str) -> None:
         check_batches(what, batches, forward)
         if ranks() > 1:
             warnings.warn(
-                f"{what}: this process tunes its model by its own batches, and merges nothing with the other {ranks() - 1} of "
-                f"its group, so that their models may differ; give all processes the same batches, or tune in one process and "
-                f"load its state dict in the others.",
+                f"{what}: this process tunes its model on its own batches, without communication with the other {ranks() - 1} "
+                "of its group, so the models may differ; pass the same batches in all processes, or tune in one process and "
+                "load its state dict in the others.",
                 stacklevel=3,  # the caller of the tuning method
             )
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
@@ -56,10 +56,10 @@ class Batches:
             raise no_batch(self.what)
 
     def each(self) -> Iterator[tuple[int, object]]:
-        """Yield the place of each batch and the batch; None instead of a batch that is not read again.
+        """Yield the index of each batch and the batch; None instead of a batch that is not read again.
 
-        The first round reads the batches. Later ones read them only for `forward`. Raises ValueError: there is no batch, or
-        a later round has another number of them.
+        The first round reads the batches. Later rounds read them only for `forward`. Raises ValueError: there is no batch, or a
+        later round has another number of batches.
         """
         if self.count is not None and self.forward is None:
             yield from ((place, None) for place in range(self.count))
@@ -71,34 +71,32 @@ class Batches:
             yield place, batch
         if self.count not in (None, place + 1):
             raise ValueError(
-                f"{self.what}: batches must give as many batches each time they are read, got {self.count} at first, and now "
-                f"{'more' if place == self.count else place + 1}; pass a list."
+                f"{self.what}: batches must have the same number of batches each time they are read, got {self.count} first, "
+                f"and now {'more' if place == self.count else place + 1}; pass a list."
             )
         self.count = place + 1
 
     def run_inside(self, model: nn.Module, batch: object, function: Callable[..., T], up_to: str) -> T:
-        """Return function(*args, **kwargs) for the arguments of the first call of a model by `forward`, called from there.
+        """Return function(*args, **kwargs) for the arguments of the first model call in `forward`, called from there.
 
-        It runs in the autocast, for example, that `forward` sets. Raises ValueError: `forward` does not call the model; and
-        as `run`.
+        It runs in the context of `forward`, such as its autocast. Raises ValueError: `forward` does not call the model; and as
+        in `run`.
         """
         inside = _Inside(model, function)
         with suppress(ReachedError):
             self.run(inside, batch, up_to)
         if not inside.results:
-            raise ValueError(
-                f"{self.what}: forward(model, batch) must call the model it is given, but it did not call it."
-            )
+            raise ValueError(f"{self.what}: forward(model, batch) must call the given model, but it did not.")
         return inside.results[0]
 
     def run(self, model: nn.Module, batch: object, up_to: str = "") -> Any:
-        """Run a model, or its part up to some layer, on a batch; raises as `Caller` and `explaining`."""
+        """Run a model, or its part up to some layer, on a batch; raises like `Caller` and `explaining`."""
         with self.explaining(model, up_to):
             return self._call(model, batch)
 
     @contextmanager
     def explaining(self, model: nn.Module, up_to: str = "") -> Iterator[None]:
-        """Raise ValueError for a RuntimeError of a model that runs on a batch, unless a quantizer has no range yet."""
+        """Raise ValueError for a RuntimeError of a model on a batch, unless a quantizer is not calibrated."""
         try:
             yield
         except RuntimeError as error:
@@ -107,13 +105,13 @@ class Batches:
                 raise
             where = f" up to {up_to!r}" if up_to else ""
             raise ValueError(
-                f"{self.what}: the model does not run on a batch{where}: {error}. Pass the batches on which "
-                f"qtoolkit.calibrate runs."
+                f"{self.what}: the model does not run on a batch{where}: {error}. Pass the same batches as to "
+                "qtoolkit.calibrate."
             ) from error
 
 
 class _Inside(nn.Module, Generic[T]):
-    """What a function of the user calls as the model: its first call runs another function instead, and stops."""
+    """Stands for the model in a user's function: its first call runs another function instead, and stops."""
 
     def __init__(self, model: nn.Module, function: Callable[..., T]) -> None:
         super().__init__()
@@ -127,7 +125,7 @@ class _Inside(nn.Module, Generic[T]):
 
 
 def arguments_part(gm: QuantizedGraphModule) -> fx.GraphModule:
-    """Return a module that takes what a model takes, and returns a tuple of copies of the values of its placeholders."""
+    """Return a module with the inputs of a model that returns a tuple of copies of its placeholders' values."""
     graph = fx.Graph()
     graph.set_codegen(gm.graph._codegen)
     inputs = [graph.node_copy(node) for node in gm.graph.nodes if node.op == "placeholder"]
@@ -145,7 +143,7 @@ def part_between(
     copied: Collection[fx.Node] = (),
     on_copies: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
-    """Return a part of a graph, as a module that takes the values of some nodes and returns a tuple: the values of `results`.
+    """Return a part of a graph, as a module that takes the values of some nodes and returns the values of `results` as a tuple.
 
     It also returns copies of the values of `copied`, which later ops do not change in place. The nodes `on_copies` compute on
     copies of their inputs, and change none of them in place. It shares the model's submodules and parameters.
@@ -175,9 +173,9 @@ def part_between(
 
 @contextmanager
 def tuning(model: nn.Module) -> Iterator[None]:
-    """Run a block with a model in eval mode and with layers that compute in float.
+    """Within a `with` block, set a model to eval mode and its layers to float arithmetic.
 
-    Afterwards the training modes and the arithmetic of layers are restored. After an error, weights and quantizers are too.
+    Afterwards the training modes and the arithmetic of layers are restored; after an error also weights and quantizers.
     """
     check_links(model)
     layers = [module for module in model.modules() if isinstance(module, QuantWeighted)]

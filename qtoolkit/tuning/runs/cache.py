@@ -1,4 +1,4 @@
-"""BatchCache: the values of many batches, in memory up to a limit, beyond it in temporary files."""
+"""BatchCache: the values of many batches, in memory up to a limit, the rest in temporary files."""
 
 import tempfile
 from contextlib import ExitStack
@@ -16,8 +16,8 @@ T = TypeVar("T")
 class BatchCache(ExitStack, Generic[T]):
     """A list of nested values with tensors, in a `with` block; afterwards its files are removed.
 
-    Other values than tensors, and containers that torch's pytrees do not know, stay in memory as they are. Up to `limit`
-    bytes of tensors are in memory (`bytes` are now), on the CPU; items are returned on `device`.
+    Other values than tensors, and containers unknown to torch's pytrees, stay in memory unchanged. Up to `limit` bytes of
+    tensors are in memory on the CPU (currently `bytes`); items are returned on `device`.
 
     Example:
         >>> with BatchCache(limit=40, device=torch.device("cpu")) as cache:
@@ -76,7 +76,7 @@ class BatchCache(ExitStack, Generic[T]):
 
 @dataclass(frozen=True)
 class _Item:
-    """The structure of a value, its leaves with `Tensor` in place of tensors, and the tensors or the file that has them."""
+    """The structure of a value, its leaves with `Tensor` in place of tensors, and the tensors or their file."""
 
     form: TreeSpec
     leaves: list[object]
@@ -88,5 +88,5 @@ def _size(tensors: list[Tensor]) -> int:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor without the rest of the memory of which it is a view, which would be kept, and written, too."""
+    """Return a tensor without the rest of a larger memory that it is a view of, which would be kept and written too."""
     return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()

@@ -1,4 +1,4 @@
-"""A model that runs on all batches stretch by stretch, and goes on from what it has computed: Stepwise, LayerRuns."""
+"""Stepwise, LayerRuns: run a model on all batches section by section, and continue from cached values."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,12 +26,11 @@ Values = Sequence[Any]  # of nodes of a graph
 
 
 class Stepwise(ExitStack):
-    """A graph that computes one goal, the values of some nodes, after another on all batches, and no node twice.
+    """A graph that computes goals (values of some nodes) one after another on all batches, and no node twice.
 
-    Between two goals it keeps for each batch the values that later goals depend on, and nothing else: up to `limit` bytes
-    in memory, the others in temporary files. So all goals take the time of one run of the model, where the goals
-    follow each other in the graph. What was computed for a goal stays as it is when the model changes afterwards. What no
-    goal needs does not run.
+    Between two goals it keeps, for each batch, only the values that later goals depend on: up to `limit` bytes in memory, the
+    rest in temporary files. If the goals follow each other in the graph, all goals together take the time of one run of the
+    model. Computed values stay the same if the model changes later. Nodes that no goal needs do not run.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2))
@@ -57,16 +56,16 @@ class Stepwise(ExitStack):
         constant = parameters_in(gm.graph)
         # What each stretch computes for itself.
         self._free = free_nodes(gm) | constant
-        # Their inputs may be kept for others: a node can run before one that comes before it in the graph.
+        # Their inputs may be kept for other nodes: a node can run before an earlier node of the graph.
         self._in_place = {node for node in gm.graph.nodes if changed_by(node, gm) not in (None, *constant)}
         self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
         self._arguments = arguments_part(gm)
         self._cache: BatchCache[Values] = self.enter_context(BatchCache(limit, device_of(gm) or torch.device("cpu")))
-        # The nodes whose values the cache has for each batch before the goal at hand, and after it.
+        # The nodes with cached values for each batch, before the current goal and after it.
         self._before, self._after = list[fx.Node](), [node for node in gm.graph.nodes if node.op == "placeholder"]
 
     def begin(self, place: int, up_to: str = "") -> None:
-        """Go on to a goal behind the last one, with the model as it now is. Then call `run` once for each batch."""
+        """Continue to a goal after the last one, with the current model. Then call `run` once for each batch."""
         goal, self._up_to, self._before, self._filled = self.goals[place], up_to, self._after, len(self._cache) > 0
         sources, nodes = self._towards(goal, self._before)
         known = {*self._before, *nodes} - self._free
@@ -75,9 +74,9 @@ class Stepwise(ExitStack):
         self._part = part_between(self.gm, sources, nodes, self._computed, goal, self._in_place)
 
     def run(self, index: int, batch: object, then: Callable[..., None] | None = None) -> Values:
-        """Compute the goal for a batch, as `Batches.each` gives it; return copies of the values.
+        """Compute the goal for a batch from `Batches.each`; return copies of the values.
 
-        `then` is called with them, and with `forward` from there, like the model.
+        `then` is called with the values; with `forward`, it is called in place of the model.
         """
         if self.data.forward is not None:
             return self.data.run_inside(self.gm, batch, partial(self._inside, index, then), self._up_to)
@@ -103,7 +102,7 @@ class Stepwise(ExitStack):
         return goal
 
     def _towards(self, wanted: Iterable[fx.Node], known: Collection[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Return the known nodes from which others can be computed, and the nodes to compute for them; both in order."""
+        """Return the known nodes from which the goals can be computed, and the nodes to compute; both in order."""
         waiting, sources, nodes = list(wanted), set[fx.Node](), set[fx.Node]()
         while waiting:
             node = waiting.pop()
@@ -116,10 +115,10 @@ class Stepwise(ExitStack):
 
 
 class LayerRuns(ExitStack):
-    """A model that runs on all batches up to one layer after another, in the order of their first calls, in a `with` block.
+    """Runs a model on all batches up to one layer after another, in the order of their first calls, in a `with` block.
 
-    A prepared model goes on at the layer that was reached last: all layers together take the time of two runs of the model. Any
-    other model has no graph, and runs from its inputs each time. So does a prepared one whose blocks have hooks or wrappers.
+    A prepared model continues at the last layer: all layers together take the time of two runs of the model. A model without a
+    graph, or a prepared model whose blocks have hooks or wrappers, runs from its inputs each time.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], data: Batches) -> None:
@@ -133,7 +132,7 @@ class LayerRuns(ExitStack):
             self._stepwise = self.enter_context(Stepwise(model, goals, data, MEMORY))
 
     def reach(self, name: str) -> None:
-        """Run the model as it now is on each batch, to the end of the first call of a layer behind the last call's."""
+        """Run the current model on each batch, to the end of the first call of a layer after the last one."""
         stop = self.model.get_submodule(name).register_forward_hook(_stop)
         with removing([stop]), torch.no_grad():
             if self._stepwise is None:
@@ -143,7 +142,7 @@ class LayerRuns(ExitStack):
                 self._go_on(self._stepwise, name)
 
     def whole(self) -> None:
-        """Run the whole model as it now is on each batch."""
+        """Run the whole current model on each batch."""
         with torch.no_grad():
             for batch in self.data:
                 self.data.run(self.model, batch)
@@ -157,7 +156,7 @@ class LayerRuns(ExitStack):
 
 
 def _calls_of(model: nn.Module, names: Sequence[str]) -> dict[str, fx.Node]:
-    """Return the node that first calls each layer, or a leaf module with it; nothing if one of them is not known."""
+    """Return the node that first calls each layer, or a leaf module with it; empty if one of them is unknown."""
     if not isinstance(model, QuantizedGraphModule) or not runs_its_graph(model):
         return {}
     nodes: dict[nn.Module, list[fx.Node]] = {}

@@ -88,7 +88,7 @@ def test_every_backend_has_a_case() -> None:
     assert FILES.keys() == {backend.name for backend in BackendType}
 
 
-@pytest.mark.filterwarnings("ignore:encodings. .* finds others than the trained ones")  # of learned scales
+@pytest.mark.filterwarnings("ignore:encodings. .* differ from the trained scales")  # of learned scales
 @pytest.mark.parametrize("name", FILES)
 def test_quantize_backend(name: str, tmp_path) -> None:
     if name == "OPENVINO":

@@ -140,7 +140,7 @@ def test_a_changed_scale_inside_is_noticed(tmp_path) -> None:
     proto = onnx.load(str(tmp_path / "model.onnx"))
     scale = next(t for t in proto.graph.initializer if t.name == "block.conv.input_quantizer.scale")
     scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) * 2, scale.name))
-    with pytest.raises(RuntimeError, match="codes must equal the model's"):
+    with pytest.raises(RuntimeError, match="quantized values must equal the model's"):
         verify_onnx(converted, x, proto).check()
 
 

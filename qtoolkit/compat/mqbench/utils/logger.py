@@ -1,4 +1,4 @@
-"""MQBench's logger, which has no handler of its own here."""
+"""MQBench's logger; here it has no handler."""
 
 import logging
 

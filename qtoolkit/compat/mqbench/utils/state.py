@@ -1,4 +1,4 @@
-"""The switches of a model's quantizers. Turning quantization on sets the grids from what was observed before."""
+"""The switches of a model's quantizers. Enabling quantization sets the grids from the observed ranges."""
 
 from torch import nn
 
@@ -10,7 +10,7 @@ _WEIGHT, _ACTIVATION = "weight_fake_quant", "_post_act_fake_quantizer"  # the en
 
 
 def enable_calibration(model: nn.Module) -> None:
-    """Observe ranges and do not quantize: run data through the model next.
+    """Observe ranges without quantization; run data through the model next.
 
     Example:
         >>> prepared = qt.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), backend="tensorrt10")
@@ -26,8 +26,8 @@ def enable_calibration(model: nn.Module) -> None:
 def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = "fake_quant") -> None:
     """Observe with the quantizers of a type, quantize with none.
 
-    The type is a part of MQBench's names: "weight_fake_quant", "act_fake_quant", or "fake_quant" for all. Raises ValueError: no
-    quantizer has such a name.
+    The type is a substring of MQBench's names: "weight_fake_quant", "act_fake_quant", or "fake_quant" for all. Raises
+    ValueError: no quantizer has such a name.
     """
     _take_ranges(model)
     for quantizer, chosen in _chosen(model, quantizer_type).items():
@@ -35,7 +35,7 @@ def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = "f
 
 
 def enable_calibration_quantization(model: nn.Module, quantizer_type: str = "fake_quant") -> None:
-    """Observe and quantize with the quantizers of a type, as for `enable_calibration_woquantization`; the others do neither.
+    """Observe and quantize with the quantizers of a type (see `enable_calibration_woquantization`); the others do neither.
 
     A learned quantizer without a range observes only, until the next switch.
     """
@@ -49,9 +49,9 @@ enable_all = enable_calibration_quantization  # with all quantizers
 
 
 def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali_on: bool = False) -> None:
-    """Quantize, with the ranges that were observed; in a process group by all ranks.
+    """Quantize with the observed ranges, in a process group with the ranges of all ranks.
 
-    `weight_cali_on` goes on to observe weights, `act_cali_on` activations. Raises ValueError: a quantizer has observed NaN or
+    `weight_cali_on` continues to observe weights, `act_cali_on` activations. Raises ValueError: a quantizer has observed NaN or
     infinities.
     """
     _take_ranges(model)
@@ -67,7 +67,7 @@ def disable_all(model: nn.Module) -> None:
 
 
 def _take_ranges(model: nn.Module) -> None:
-    """Set the grids of the quantizers that have been observing."""
+    """Set the grids of the observing quantizers."""
     quantizers = quantizers_of(model)
     if any(quantizer.observing for quantizer in quantizers.values()):
         merged_over_ranks(quantizers, 0)
@@ -75,15 +75,15 @@ def _take_ranges(model: nn.Module) -> None:
 
 
 def _chosen(model: nn.Module, quantizer_type: str) -> dict[TensorQuantizer, bool]:
-    """Return each quantizer, and whether its name in MQBench has this part."""
+    """Return each quantizer, and whether its name in MQBench contains this substring."""
     chosen = {
         quantizer: quantizer_type in f"{name}.{_WEIGHT if quantizer.of_weight else _ACTIVATION}"
         for name, quantizer in quantizers_of(model).items()
     }
     if not any(chosen.values()):
         raise ValueError(
-            f"quantizer_type must be a part of the name of a quantizer, such as 'fake_quant' for all, 'weight_fake_quant' or "
-            f"'act_fake_quant', got {quantizer_type!r}, which none of the model's {len(chosen)} quantizers has."
+            "quantizer_type must be a substring of a quantizer's name, such as 'fake_quant' for all, 'weight_fake_quant' or "
+            f"'act_fake_quant', got {quantizer_type!r}, which matches none of the model's {len(chosen)} quantizers."
         )
     return chosen
 

@@ -1,4 +1,4 @@
-"""Calibrators with pytorch-quantization's numbers: the largest magnitude, or a range chosen from a histogram."""
+"""Calibrators with pytorch-quantization's numerics: the largest magnitude, or a range chosen from a histogram."""
 
 from qtoolkit.compat.pytorch_quantization.calib.calibrator import MaxCalibrator, _Calibrator
 from qtoolkit.compat.pytorch_quantization.calib.histogram import HistogramCalibrator, calibrate_weights

@@ -1,4 +1,4 @@
-"""The base class of calibrators, and the one that keeps the largest magnitude."""
+"""The base class of calibrators, and the calibrator of the largest magnitude."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from qtoolkit.compat.pytorch_quantization.reduction import Axis, amax_along
 
 
 class _Calibrator:
-    """A collector of magnitudes, from which it computes a range; to be subclassed. Arguments as `MaxCalibrator`."""
+    """Base class that collects magnitudes and computes a range. Arguments as in `MaxCalibrator`."""
 
     def __init__(self, num_bits: int | tuple[int, int], axis: Axis, unsigned: bool) -> None:
         self._num_bits, self._axis, self._unsigned = num_bits, axis, unsigned
 
     def collect(self, x: Tensor) -> None:
-        """Take in the values of x."""
+        """Collect the values of x."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Discard what was collected."""
+        """Discard the collected values."""
         raise NotImplementedError
 
     def compute_amax(self, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -29,11 +29,11 @@ class _Calibrator:
         raise NotImplementedError
 
     def check_finite(self, x: Tensor) -> None:
-        """Raise ValueError if x has NaN or infinities. Waits for the device."""
+        """Raise ValueError if x contains NaN or infinity. Synchronizes with the device."""
         if not bool(torch.isfinite(x).all()):
             raise ValueError(
-                f"{type(self).__name__}: the values to calibrate with must be finite, got NaN or infinities; look for the "
-                f"layer before this quantizer that produces them."
+                f"{type(self).__name__}: the values to calibrate with must be finite, got NaN or infinities; find the layer "
+                "before this quantizer that produces them."
             )
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ def check_shape(old: Sequence[int], new: Sequence[int]) -> None:
 
 
 class MaxCalibrator(_Calibrator):
-    """The running maximum of magnitudes, of each index of the axes; `track_amax` keeps every tensor's in `amaxs`.
+    """The running maximum of magnitudes for each index of the axes; `track_amax` keeps each tensor's in `amaxs`.
 
     Example:
         >>> calibrator = MaxCalibrator(8, 0, False)
@@ -67,12 +67,12 @@ class MaxCalibrator(_Calibrator):
 
     @property
     def amaxs(self) -> list[np.ndarray]:
-        """The largest magnitudes of each tensor, if they are tracked."""
+        """The largest magnitudes of each tensor, if tracked."""
         return self._amaxs
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Update the maximum with the magnitudes of x, of as many channels as before: else RuntimeError; ValueError for NaN."""
+        """Update the maximum with the magnitudes of x. RuntimeError: the number of channels changes; ValueError: NaN."""
         amax = amax_along(x, self._axis)
         self.check_finite(amax)
         if self._track_amax:

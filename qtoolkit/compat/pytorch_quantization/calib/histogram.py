@@ -3,13 +3,13 @@
 The formulas are pytorch-quantization's. `qtoolkit.ops.search_range` does the search by entropy. Counting and the other
 searches differ from `qtoolkit.ops`:
 
-- counting: the bins have the width that the first tensor sets, and more of them are appended; the native histogram has a
-  fixed number of bins, whose width is a power of two and doubles.
+- counting: the first tensor sets the width of the bins, and bins are appended; the native histogram has a fixed number of bins
+  with a power-of-two width that doubles.
 - mse: the candidates are the centers of the bins, rounded to float32, and values are rounded in float32 by `tensor_quant`'s
   multiplier. The native candidates are the edges of the bins, and its errors are computed in float64.
 - percentile: the result is the left edge of a bin. The shares of the bins are added in float64 and compared without tolerance,
-  so their rounding errors decide where a share is met exactly. The native search interpolates within the bin, and allows for
-  these errors.
+  so rounding errors decide if a share is met exactly. The native search interpolates within the bin, and allows for these
+  errors.
 """
 
 import copy
@@ -37,8 +37,9 @@ class HistogramCalibrator(_Calibrator):
     """A running histogram of magnitudes, or one for each channel.
 
     The first tensor's histogram has `num_bins` bins from 0 to its largest magnitude. For larger magnitudes in later tensors,
-    bins of the same width are appended. (pytorch-quantization takes no axis, and with `torch_hist=False` it counts with NumPy,
-    from the smallest magnitude of the first tensor on; here that has no effect but a warning, as `grow_method` has none.)
+    bins of the same width are appended. (pytorch-quantization does not support an axis, and with `torch_hist=False` it counts
+    with NumPy, starting at the smallest magnitude of the first tensor; here `torch_hist` and `grow_method` only cause
+    warnings.)
 
     Example:
         >>> calibrator = HistogramCalibrator(8, None, False, num_bins=4)
@@ -76,7 +77,7 @@ class HistogramCalibrator(_Calibrator):
 
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
-        """Count the magnitudes of x, of as many channels as before: else RuntimeError; ValueError for NaN or infinities."""
+        """Count the magnitudes of x. RuntimeError: the number of channels changes; ValueError: NaN or infinity."""
         self.check_finite(x)
         kept = kept_axes(self._axis, x.dim())
         if kept:
@@ -122,9 +123,9 @@ class HistogramCalibrator(_Calibrator):
     ) -> Tensor | None:
         """Return the largest magnitude to quantize, 0-d or one a channel with x's dimensions; None if nothing was collected.
 
-        The method is "percentile", which keeps this share of the values; or "entropy" or "mse", whose candidates are every
-        `stride` bins from `start_bin` on. Raises TypeError: the method is unknown; ValueError: the percentile is out of range,
-        or there are fewer bins than start_bin.
+        The method is "percentile", which keeps this share of the values; or "entropy" or "mse", which try every `stride`-th bin
+        from `start_bin` on. Raises TypeError: the method is unknown; ValueError: the percentile is out of range, or there are
+        fewer bins than start_bin.
         """
         if method not in _SEARCHES:
             raise TypeError(f"Unknown calibration method {method!r}; it must be one of {', '.join(_SEARCHES)}.")
@@ -163,11 +164,11 @@ def _counts_of(values: Tensor, bins: int, end: float) -> Tensor:
 
 
 def by_entropy(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int, start_bin: int) -> float:
-    """Return the last of the edges with the least KL divergence between the clipped histogram and its quantized form."""
+    """Return the last of the edges with the smallest KL divergence between the clipped histogram and its quantized form."""
     if not isinstance(num_bits, int):
-        raise TypeError(f"entropy needs integer codes, got num_bits={num_bits}; use mse, percentile or max.")
+        raise TypeError(f"entropy needs integers, got num_bits={num_bits}; use mse, percentile or max.")
     if num_bits == 1 and not unsigned:
-        raise ValueError("entropy needs two levels or more, got num_bits=1 with signed codes; use unsigned=True.")
+        raise ValueError("entropy needs at least two levels, got num_bits=1 with signed integers; use unsigned=True.")
     candidates = _candidates(len(counts), len(counts), stride, start_bin).tolist()
     even = F.pad(counts.cpu(), (0, len(counts) % 2))  # an even number of bins of width 1, as search_range needs
     levels = min(1 << (num_bits - 1 + int(unsigned)), len(even))  # with more levels than bins, each bin is a level
@@ -177,7 +178,7 @@ def by_entropy(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool,
 
 
 def by_mse(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, stride: int, start_bin: int) -> float:
-    """Return the first of the bins' centers with the least squared error of all centers, weighted by their counts."""
+    """Return the first of the bins' centers with the smallest squared error of all centers, weighted by their counts."""
     centers = (edges[1:] + edges[:-1]) / 2
     candidates = centers[_candidates(len(centers), len(centers) - 1, stride, start_bin)]
     parts = [_errors(centers, part[:, None], num_bits, unsigned) for part in torch.split(candidates, ROWS)]
@@ -194,7 +195,7 @@ def _errors(x: Tensor, amax: Tensor, num_bits: NumBits, unsigned: bool) -> Tenso
 
 
 def by_percentile(counts: Tensor, edges: Tensor, num_bits: NumBits, unsigned: bool, percentile: float) -> float:
-    """Return the left edge of the first bin up to which there is at least that share of the values."""
+    """Return the left edge of the first bin up to which at least that share of the values lies."""
     if not 0 <= percentile <= 100:
         raise ValueError(f"Invalid percentile. Must be in range 0 <= percentile <= 100, got {percentile}.")
     values = counts.cpu().numpy()
@@ -227,7 +228,7 @@ def calibrate_weights(
     """Set the ranges of all weight quantizers from the weights, by the method "percentile", "mse" or "max".
 
     `perchannel` gives one range for each output channel: axis 1 of a transposed convolution, axis 0 of other layers. The other
-    arguments, and errors, are as of `HistogramCalibrator` and `compute_amax`.
+    arguments, and errors, are as in `HistogramCalibrator` and `compute_amax`.
     """
     if method not in ("percentile", "mse", "max"):
         raise TypeError(f"Unsupported calibration method {method!r} of weights; it must be percentile, mse or max.")

@@ -1,1 +1,1 @@
-"""How runtimes execute a file (`qtoolkit.runtimes.table.Runtime.execute`)."""
+"""Execution of files in runtimes (`qtoolkit.runtimes.table.Runtime.execute`)."""

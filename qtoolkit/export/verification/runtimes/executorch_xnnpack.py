@@ -1,6 +1,6 @@
-"""ExecuTorch on the CPU with the delegate XNNPACK: a program becomes a file, and the file runs.
+"""ExecuTorch on the CPU with the XNNPACK delegate: lower a program to a file, and run the file.
 
-The delegate returns no codes on the way. They are read from a second file, whose outputs they are too.
+The delegate does not return intermediate quantized values. They are read from a second file that has them as outputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +18,13 @@ from qtoolkit.model_inputs import tensors_of, with_tensors
 from qtoolkit.op_kinds.table import KINDS, OF_ATEN
 from qtoolkit.runtimes.execution import Array, ExecutedLayer
 
-# Activations that join the op before them in the delegate.
+# Activations that the delegate fuses into the op before them.
 JOINED = {name for kind in backends["xnnpack"].joined_activations for name in KINDS[kind].aten}
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program in the form of ExecuTorch."""
+    """A program lowered for ExecuTorch."""
 
     file: bytes  # the content of the file
     # the ops that compute, in the delegate or in kernels of ExecuTorch, which are "portable"
@@ -34,7 +34,7 @@ class Lowered:
 
 
 def lower(program: ExportedProgram) -> Lowered:
-    """Return a program with all that the delegate takes. Raises RuntimeError: execuTorch cannot lower it."""
+    """Lower a program, and delegate all supported ops. Raises RuntimeError: ExecuTorch cannot lower it."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from executorch.exir.lowered_backend_module import get_lowered_backend_modules
@@ -60,9 +60,9 @@ def lower(program: ExportedProgram) -> Lowered:
 
 
 def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Array]]:
-    """Return what runs the content of a file on tensors, and returns its outputs as arrays.
+    """Return a function that runs a file's bytes on tensors, and returns its outputs as arrays.
 
-    Raises RuntimeError: execuTorch does not find forward in the file.
+    Raises RuntimeError: ExecuTorch does not find forward in the file.
     """
     from executorch.runtime import Runtime
 
@@ -71,7 +71,7 @@ def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Array]]:
     if method is None:
         raise RuntimeError("export_executorch: ExecuTorch does not find forward in the file that it wrote.")
 
-    # A method does not keep its program alive.
+    # A method object does not keep its program alive.
     def execute(tensors: Sequence[Tensor], owner: object = program) -> list[Array]:
         return [output.numpy().copy() for output in method.execute([x.detach().contiguous() for x in tensors])]
 
@@ -79,7 +79,7 @@ def load(file: bytes) -> Callable[[Sequence[Tensor]], list[Array]]:
 
 
 def with_codes(program: ExportedProgram, inputs: object) -> ExportedProgram:
-    """Return a program, of the inputs' tensors, that returns the codes of its quantize ops too, behind its outputs."""
+    """Return a program of the input tensors that also returns the quantized values, after its outputs."""
     return torch.export.export(_Reading(program.module(), inputs), tuple(tensors_of(inputs)))
 
 
@@ -99,14 +99,14 @@ class LoweredOp:
 
     @property
     def computes(self) -> bool:
-        """Whether it computes: not what takes tuples apart, converts, or joins the op before it."""
+        """Whether it computes: False for getitem, for conversions, and for ops fused into the op before."""
         source = self.node.all_input_nodes[0] if self.node.all_input_nodes else None
         joins = self.kind in JOINED and source is not None and _kind(source) not in ("", "dequantize_per_tensor")
         return not (joins or "quantize_per" in self.kind)
 
 
 def _only_moves(op: LoweredOp) -> bool:
-    """Return whether an op of the delegate copies values: it has other names than aten, such as view_copy for view."""
+    """Return whether an op of the delegate moves data: its names differ from aten, such as view_copy for view."""
     kinds = OF_ATEN.get(op.kind.removesuffix("_copy"), ())
     return any((kind.moves and not kind.takes_maxima) or kind.concatenates for kind in kinds)
 
@@ -128,7 +128,7 @@ def _ops(nodes: Iterable[fx.Node]) -> Iterator[LoweredOp]:
 
 
 def _kind(node: fx.Node) -> str:
-    """Return the name of the op of a node without its overload; "" of nodes that are no ops."""
+    """Return the name of a node's op without its overload; "" for nodes that are not ops."""
     if node.op != "call_function":
         return ""
     name: str = getattr(node.target, "__name__", str(node.target))
@@ -136,7 +136,7 @@ def _kind(node: fx.Node) -> str:
 
 
 class _Reading(nn.Module):
-    """Returns the codes of a program's quantize ops too."""
+    """Also returns the quantized values of a program."""
 
     def __init__(self, module: nn.Module, inputs: object) -> None:
         super().__init__()

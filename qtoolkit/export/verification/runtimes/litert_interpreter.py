@@ -1,7 +1,7 @@
-"""LiteRT's interpreter: with its reference kernels, or with the delegate XNNPACK, which it takes by default on the CPU.
+"""LiteRT's interpreter with its reference kernels, or with the XNNPACK delegate, its default on the CPU.
 
-The reference kernels keep all tensors (`experimental_preserve_all_tensors`). The delegate keeps none of its own: the codes are
-read from a second file, whose outputs they are too.
+The reference kernels keep all tensors (`experimental_preserve_all_tensors`). The delegate keeps no intermediate tensors:
+quantized values are read from a second file that has them as outputs.
 """
 
 import json
@@ -30,21 +30,22 @@ if TYPE_CHECKING:
 
 Detail = Mapping[str, Any]  # what the interpreter says of a tensor
 PLACE = 4  # of the identifier in a file
-# Kernels whose fixed point or table is coarser than float, and the share of codes that they may change by one step.
+# Kernels with fixed-point numbers or tables coarser than float, and the share of values that may differ by one step.
 COARSE = {"LEAKY_RELU": 5e-2, "HARD_SWISH": 1e-2, "BATCH_MATMUL": 5e-3, "RESIZE_BILINEAR": 5e-2}
-# On int16, one step is 1/65536 of the range: factors with 15 bits, and tables between whose places kernels interpolate, show.
+# On int16 one step is 1/65536 of the range, so 15-bit factors and interpolated tables cause differences.
 OF_INT16 = 0.1
 OF_ANOTHER = (
-    "The model has the arithmetic of other kernels: qtoolkit.convert(prepared, arithmetic='integer', runtime='litert') has "
-    "that of the reference kernels, and runtime='xnnpack' that of the delegate."
+    "The model has the arithmetic of other kernels: convert it with qtoolkit.convert(prepared, arithmetic='integer', "
+    "runtime='litert') for the reference kernels, or with runtime='xnnpack' for the delegate."
 )
 COARSE_ON_INT16 = dict.fromkeys(("LEAKY_RELU", "TANH", "LOGISTIC", "SOFTMAX"), 1.0)
 
 
 class LitertFile:
-    """A file of LiteRT that `export_litert` wrote, with the inputs of a comparison, whose batches may be several of the file's.
+    """A LiteRT file from `export_litert`, and the inputs of a comparison, which may hold several batches of the file's size.
 
-    Raises UnreadableFileError: it is no such file; ValueError: it is the file of another model, or takes other inputs.
+    Raises UnreadableFileError: the file is not from `export_litert`; ValueError: it belongs to another model, or takes other
+    inputs.
     """
 
     def __init__(self, path: Path, model: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -53,16 +54,16 @@ class LitertFile:
         self.plain.allocate_tensors()
         self.facts = self._facts()
         self.tensors, self.rounding = tensors, rounding_of(model)
-        # the names of the quantizers of activations, in the order of the file, and of codes that do not depend on the inputs
+        # the names of the activation quantizers in the order of the file, and of quantizers that do not depend on the inputs
         self.quantizers = list(dict.fromkeys(name for name, *_ in self.facts["quantizers"]))
         self.constants = {*self.facts["constants"]}
-        # Not compared: kernels of LiteRT compute by tables, with errors of their own.
+        # Not compared: LiteRT's kernels use tables, which have their own errors.
         self.smooth_outputs = frozenset[int]()
         check_names(self.quantizers, model, "verify")
         self.batches = self._batches()
 
     def compare_weights(self, follower: Follower) -> dict[str, CodeCount]:
-        """Compare the codes of the layers' weights with the model's."""
+        """Compare the quantized weights of the layers with the model's."""
         found = {}
         for name, tensor, axes, shape in self.facts["weights"]:
             codes = self.plain.get_tensor(tensor)
@@ -71,7 +72,7 @@ class LitertFile:
         return follower.compare_weights(found)
 
     def execute(self, runtime: str, follower: Follower) -> tuple[Executed, Nodes]:
-        """Run the file, and return its codes by quantizer."""
+        """Run the file, and return its quantized values by quantizer."""
         references = runtime == "litert"
         content = self.content if references else self._with_outputs()
         outputs, codes = self._run(_interpreter(content, references, self.path))
@@ -113,12 +114,12 @@ class LitertFile:
                 facts: FileFacts = json.loads(bytes(model.Buffers(entry.Buffer()).DataAsNumpy()))
                 return facts
         raise UnreadableFileError(
-            f"{str(self.path)!r} was not written by qtoolkit.export_litert: it does not say which tensors belong to the "
-            f"model's quantizers. Export the model with it."
+            f"{str(self.path)!r} was not written by qtoolkit.export_litert: it has no record of the model's quantizers. Export "
+            "the model with qtoolkit.export_litert."
         )
 
     def _batches(self) -> list[list[Tensor]]:
-        """Return the inputs in parts of the file's batch."""
+        """Split the inputs into batches of the file's size."""
         details = self.plain.get_input_details()
         shapes = [
             tuple(detail["shape"][np.argsort(order)].tolist())
@@ -131,15 +132,15 @@ class LitertFile:
         if len(shapes) != len(self.tensors) or len(counts) != 1 or 0 in counts:
             given = ", ".join(str(tuple(x.shape)) for x in self.tensors)
             raise ValueError(
-                f"verify: the file takes inputs of {', '.join(map(str, shapes))}, got {given}; pass inputs like those of the "
-                f"export, or several batches of them."
+                f"verify: the file takes inputs of {', '.join(map(str, shapes))}, got {given}; pass inputs like the example "
+                "inputs of the export, or several batches of them."
             )
         (count,) = counts
         parts = [x.chunk(count) for x in self.tensors]
         return [list(batch) for batch in zip(*parts, strict=True)]
 
     def _with_outputs(self) -> bytes:
-        """Return the file with the codes of all quantizers as further outputs."""
+        """Return the file with all quantized values as additional outputs."""
         import flatbuffers
         from ai_edge_litert import schema_py_generated as schema
 
@@ -156,7 +157,7 @@ class LitertFile:
     # ---- the execution
 
     def _run(self, interpreter: "Interpreter", read: bool = True) -> tuple[list[Array], list[Array]]:
-        """Return the outputs as floats in the model's order of dimensions, and the codes at each quantizer."""
+        """Return the outputs as floats in the model's order of dimensions, and the quantized values at each quantizer."""
         interpreter.allocate_tensors()
         count = len(self.facts["outputs"])
         results = []
@@ -176,7 +177,7 @@ class LitertFile:
 
 
 def _computes_exactly(model: nn.Module) -> bool:
-    """Return whether a model computes all its ops in the arithmetic of the reference kernels."""
+    """Return whether all ops of a model have the arithmetic of the reference kernels."""
     if not isinstance(model, QuantizedGraphModule) or model.plan is None:
         return False
     return rounding_of(model) is LITERT.quantizes_as and all(how.kernel for how in model.plan.computed.values())
@@ -207,7 +208,7 @@ def _interpreter(content: bytes, references: bool, path: Path) -> "Interpreter":
 
 
 def _as_input(x: Tensor, detail: Detail, order: Sequence[int], rounding: QuantizesAs | None) -> Array:
-    """Return an input as the file takes it: floats, or codes by the grid of its tensor, rounded as the model does."""
+    """Return an input in the type of the file: floats, or integers quantized to the tensor's grid like in the model."""
     values = x.detach().cpu().float().permute(tuple(order)).contiguous()
     if detail["dtype"] is np.float32:
         return values.numpy()

@@ -1,13 +1,13 @@
 """onnxruntime on the CPU at its default optimization level, which turns Q/DQ nodes into integer kernels.
 
-The optimized graph is saved, the tensors that hold codes are added to its outputs, and it is run without further
-optimizations. The transformation to NHWC comes last: it moves data, changes no number, and renames the tensors, so the graph
-that is read is the one before it. Three facts of onnxruntime 1.30 are used:
+The optimized graph is saved, its quantized tensors are added to the outputs, and it is run without further optimizations. The
+last optimization, to NHWC, only moves data and renames tensors, so the graph before it is used. Three facts about onnxruntime
+1.30 matter:
 
-- a fused kernel keeps the name of its op, and writes the tensor that its QuantizeLinear wrote;
-- on x86, int8 codes become uint8 codes that are 128 higher (QDQS8ToU8Transformer). Their tensors get new names, which the
-  QuantizeLinear nodes, whose names stay, tell before kernels are fused;
-- the saved graph has the types of the tensors that are not moved only.
+- a fused kernel keeps the name of its op, and its output is the output of the QuantizeLinear;
+- on x86, int8 values become uint8 values that are 128 higher (QDQS8ToU8Transformer). Their tensors get new names. The
+  QuantizeLinear nodes keep their names, and show the new tensor names before kernels are fused;
+- the saved graph has no types for moved tensors.
 """
 
 import functools
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 TO_NHWC, FUSE = "NhwcTransformer", "QDQSelectorActionTransformer"
-# Writes float biases as integers in steps of the input's scale times the weight's, which it rounds to the type of the scales:
-# float16 has few of them, or none. Measured with 1.30.
+# Writes float biases as integers with the step input scale * weight scale, rounded to the type of the scales; float16 is too
+# coarse for it. Measured with 1.30.
 WRITE_BIASES = "WeightBiasQuantization"
 CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
 ALIKE = {
@@ -43,17 +43,17 @@ ALIKE = {
     "DequantizeLinear": 1,
     "MatMulIntegerToFloat": 2,
 }  # the input that has the type of the output
-# Ops that compute nothing: they rearrange values, or are computed once.
+# Ops without computation: they rearrange values, or are computed once.
 REARRANGES = ops_where(lambda kind: kind.rearranges) | {CAST, "Shape", "ReorderInput", "ReorderOutput", "Constant"}
 SATURATES = (
-    "onnxruntime's sums of uint8 times int8 codes saturate at 16 bits on this processor, which has no VNNI instructions: "
+    "onnxruntime's sums of uint8 times int8 products saturate at 16 bits on this processor, which has no VNNI instructions: "
     "export the file with weight_codes='uint8', whose sums are exact, or quantize weights to 7 bits."
 )
-# What becomes of a matrix product of floats with a quantized constant, and how to keep the floats.
+# The default handling of a matrix product of floats with a quantized constant, and how to keep the floats.
 OF_FLOATS, KEEP_FLOATS = "MatMulNBits", ("session.qdq_matmulnbits_accuracy_level", "1")
 ROUNDS = (
-    f"onnxruntime rounds the float inputs of {OF_FLOATS} to 8 bits, which the model does not, unless "
-    f"options.add_session_config_entry{KEEP_FLOATS} of SessionOptions is called."
+    f"onnxruntime rounds the float inputs of {OF_FLOATS} to 8 bits, unlike the model, unless SessionOptions is set with "
+    f"options.add_session_config_entry{KEEP_FLOATS}."
 )
 
 
@@ -64,10 +64,10 @@ def execute(
     grids: Mapping[str, Grid],
     optimized: bool = True,
 ) -> Executed:
-    """Run a file at the default optimization level, or without optimizations, and read the codes at its quantizers.
+    """Run a file at the default optimization level, or without optimizations; return the quantized values at its quantizers.
 
-    The session is the one that users get: it has no other option, but for a file in float16 (`_of_float16`). Raises
-    RuntimeError: onnxruntime cannot run the file.
+    It is a default session without other options, except for a float16 file (`_of_float16`). Raises RuntimeError: onnxruntime
+    cannot run the file.
     """
     import onnxruntime
 
@@ -109,17 +109,17 @@ def execute(
 def _of_float16(layers: Sequence[ExecutedLayer]) -> str:
     floats = sum(not layer.integer for layer in layers)
     return (
-        f"onnxruntime's CPU has no integer kernels for Q/DQ pairs in float16, but of matrix products of two tensors: it "
-        f"computes {floats} of {len(layers)} layers and ops in float. The file is for GPUs. Its optimizer {WRITE_BIASES} is "
-        f"off here, as float16 does not have the steps of its biases: pass disabled_optimizers=[{WRITE_BIASES!r}] to sessions "
-        f"of such files."
+        "onnxruntime's CPU backend has no integer kernels for float16 Q/DQ pairs, except for products of two tensors: it "
+        f"computes {floats} of {len(layers)} layers and ops in float. Use the file on GPUs. The optimizer {WRITE_BIASES} is "
+        f"disabled here, because float16 is too coarse for the steps of biases: pass disabled_optimizers=[{WRITE_BIASES!r}] to "
+        "your sessions."
     )
 
 
 def _session(
     path: Path, folder: Path, optimized: bool, off: Sequence[str], name: str, *disabled: str
 ) -> "onnxruntime.InferenceSession":
-    """Return a session, and save its graph under a name in a folder. Large weights are saved beside it."""
+    """Return a session, and save its graph under a name in a folder, with large weights in a separate file."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -142,7 +142,7 @@ def _session(
 
 
 def _keep_constants_once(graph: "onnx.GraphProto") -> None:
-    """Remove the second copy of constants in bodies, which onnxruntime 1.30 writes with large weights beside, and refuses."""
+    """Remove duplicate constants in bodies, which onnxruntime 1.30 writes with external weights but does not load."""
     for body in bodies_in(graph):
         once = {tensor.name: tensor for tensor in body.initializer}
         constants = [type(tensor).FromString(tensor.SerializeToString()) for tensor in once.values()]
@@ -153,7 +153,7 @@ def _keep_constants_once(graph: "onnx.GraphProto") -> None:
 def _tensors_with_codes(
     open_session: Callable[..., object], folder: Path, graph: "onnx.GraphProto", nodes: Sequence[QuantizerNode]
 ) -> dict[str, str]:
-    """Return which tensor of the optimized graph holds the codes of each tensor of the file that has codes."""
+    """Return the tensor of the optimized graph for each quantized tensor of the file."""
     written = {output for node in graph.node for output in node.output}
     tensors = {node.codes: node.codes for node in nodes if node.codes in written}
     if len(tensors) < len({node.codes for node in nodes}):
@@ -170,7 +170,7 @@ def _as_in_file(codes: Array, grid: Grid) -> Array:
 
 
 def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[str, str]) -> tuple[ExecutedLayer, ...]:
-    """Return the nodes of an optimized graph that compute, with their layers' names; `types` are the types of tensors."""
+    """Return the compute nodes of an optimized graph with the names of their layers; `types` are the types of tensors."""
     import onnx
 
     codes = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
@@ -188,12 +188,12 @@ def _layers(graph: "onnx.GraphProto", types: Mapping[str, int], names: Mapping[s
 
 
 def _name_of(node: "onnx.NodeProto", names: Mapping[str, str]) -> str:
-    """Return the name of a node for people, from the `names` of the file's nodes."""
+    """Return the display name of a node, from the `names` of the file's nodes."""
     return names.get(node.name, node.name) or str(node.output[0])
 
 
 def _types(graph: "onnx.GraphProto") -> dict[str, int]:
-    """Return the types of tensors. A tensor whose type is not saved was moved, and has the type of the node's first input."""
+    """Return the types of tensors. A tensor without a saved type was moved, and has the type of the node's first input."""
     values = (*graph.value_info, *graph.input, *graph.output)
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}

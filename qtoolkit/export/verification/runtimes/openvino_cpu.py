@@ -1,8 +1,8 @@
 """OpenVINO on the CPU, at its default settings.
 
-The codes come from the values behind each DequantizeLinear, which a second compilation returns as outputs. These outputs
-keep some ops from being fused, so codes deep in a network may differ from the plain graph's by a rounding tie:
-`Executed.changed_by_reading` is what that makes of the outputs.
+The quantized values come from the outputs of each DequantizeLinear, which a second compilation returns. These outputs prevent
+some fusions, so late quantized values may differ from the plain graph by rounding ties: `Executed.changed_by_reading` is the
+effect on the outputs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 # Nodes that do not compute.
 PLUMBING = ("Const", "Input", "Output", "Reorder", "Reshape", "Transpose", "Split", "Convert")
 SATURATES = (
-    "Without VNNI, as on this processor, OpenVINO's sums of uint8 times int8 codes saturate at 16 bits, and this file has "
-    "weights with codes beyond 64: the backend 'openvino' quantizes weights to 7 bits."
+    "Without VNNI, as on this processor, OpenVINO's sums of uint8 times int8 products saturate at 16 bits, and this file has "
+    "integer weights beyond 64: use the backend 'openvino', which quantizes weights to 7 bits."
 )
 
 # Source: its CPU plugin, Convolution::setPostOps ("drop rounding one special residual pattern").
 UNROUNDED = (
-    "OpenVINO does not round at {}: behind a convolution into which it fuses an add and the quantizer of the sum. Where codes "
-    "are read, it does."
+    "OpenVINO does not round at {}: it fuses this convolution with an add and the quantizer of the sum. It rounds only if "
+    "intermediate values are read."
 )
 
 
 @cache
 def core() -> "openvino.Core":
-    """Return OpenVINO's Core: one for the process, which stays.
+    """Return OpenVINO's Core: one for the whole life of the process.
 
-    The CPU plugin of a Core handles signals on a stack of its own. Of two Cores, the one that goes last leaves the stack of the
-    other, which is gone: then Ctrl-C, or the end of a data loader's process, is a segmentation fault (OpenVINO 2026.4).
+    The CPU plugin of each Core installs its own signal stack. After two Cores are deleted, the process may keep a freed stack,
+    so that Ctrl-C, or the end of a data loader's process, causes a segmentation fault (OpenVINO 2026.4).
     """
     import openvino
 
@@ -53,9 +53,9 @@ def core() -> "openvino.Core":
 def execute(
     path: Path, inputs: Sequence[Tensor], nodes: Sequence[QuantizerNode], grids: Mapping[str, Grid], _: bool = True
 ) -> Executed:
-    """Run a file, and read the codes at its quantizers. It has no public setting that leaves optimizations out.
+    """Run a file, and return the quantized values at its quantizers. OpenVINO has no public setting to disable optimizations.
 
-    Raises RuntimeError: openVINO cannot run the file.
+    Raises RuntimeError: OpenVINO cannot run the file.
     """
     arrays = [x.detach().cpu().numpy() for x in inputs]
     plain = _compiled_with(path, ())[0]
@@ -81,7 +81,7 @@ def execute(
 
 
 def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple["openvino.CompiledModel", list[str]]:
-    """Compile a file that also returns these tensors; return which of them it has."""
+    """Compile a file that also returns these tensors; return the tensors that exist."""
     try:
         model = core().read_model(str(path))
         there = {name for op in model.get_ops() for output in op.outputs() for name in output.get_names()}
@@ -94,7 +94,7 @@ def _compiled_with(path: Path, tensors: Sequence[str]) -> tuple["openvino.Compil
 
 
 def _description(compiled: "openvino.CompiledModel") -> str:
-    """Return the version, and the type of float ops where it is not float32: bfloat16 on processors that compute in it."""
+    """Return the version, and the type of float ops if it is not float32: bfloat16 on processors that support it."""
     import openvino
 
     version = openvino.get_version().partition("-")[0]
@@ -105,7 +105,7 @@ def _description(compiled: "openvino.CompiledModel") -> str:
 
 
 def _unrounded(compiled: "openvino.CompiledModel", nodes: Sequence[QuantizerNode]) -> tuple[str, ...]:
-    """Return the quantizers whose values OpenVINO does not round: in one kernel with a later quantizer."""
+    """Return the quantizers that OpenVINO skips because a kernel also includes a later quantizer."""
     quantizers = {node.quantize: node.quantizer for node in nodes if node.quantize}
     found = []
     for _, facts in _executed_nodes(compiled):
@@ -114,7 +114,7 @@ def _unrounded(compiled: "openvino.CompiledModel", nodes: Sequence[QuantizerNode
 
 
 def _layers(compiled: "openvino.CompiledModel", labels: Mapping[str, str]) -> tuple[tuple[ExecutedLayer, ...], int]:
-    """Return the nodes that compute, and how many convert."""
+    """Return the compute nodes, and the number of conversions."""
     layers, conversions = [], 0
     for name, facts in _executed_nodes(compiled):
         kernel, integer = facts["layerType"], facts["runtimePrecision"] in ("u8", "i8")
@@ -127,11 +127,11 @@ def _layers(compiled: "openvino.CompiledModel", labels: Mapping[str, str]) -> tu
 
 
 def _executed_nodes(compiled: "openvino.CompiledModel") -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Return the name and the facts of each node that OpenVINO executes."""
+    """Return the name and the runtime information of each node that OpenVINO executes."""
     for op in compiled.get_runtime_model().get_ordered_ops():
         yield op.get_friendly_name(), {key: value.astype(str) for key, value in op.get_rt_info().items()}
 
 
 def _fused(facts: Mapping[str, str]) -> list[str]:
-    """Return the names of the file's nodes that an executed node stands for."""
+    """Return the names of the file's nodes that an executed node includes."""
     return facts["originalLayersNames"].split(",")

@@ -1,9 +1,9 @@
 """Sums of int8 products that saturate on processors without VNNI.
 
-x86 processors without VNNI (AMD before Zen 4, Intel before Cascade Lake) multiply uint8 by int8 codes with VPMADDUBSW, which
-adds the products of two neighbours in 16 bits: 255 * 127 * 2 does not fit. Codes of weights up to 64 do not overflow, and
-neither do products of uint8 with uint8 codes, which other instructions compute.
-onnxruntime: docs/performance/model-optimizations/quantization.md, "When and why do I need to try U8U8?".
+x86 processors without VNNI (AMD before Zen 4, Intel before Cascade Lake) multiply uint8 by int8 with VPMADDUBSW, which adds two
+neighbouring products in 16 bits: 255 * 127 * 2 does not fit. Weights up to 64 do not overflow. Products of uint8 with uint8 do
+not overflow either, because they use other instructions. onnxruntime: docs/performance/model-optimizations/quantization.md,
+"When and why do I need to try U8U8?".
 """
 
 import functools
@@ -15,7 +15,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from qtoolkit.export.files.files import OpenedFile
 from qtoolkit.quantizers.quantizer import LARGEST_SAFE_CODE
 
-# The kernels of onnxruntime that add products of codes, with the places of both operands among their inputs.
+# onnxruntime's kernels that add integer products, with the input positions of both operands.
 PRODUCTS = {
     **dict.fromkeys(("QLinearConv", "QGemm", "QLinearMatMul"), (0, 3)),
     **dict.fromkeys(
@@ -26,7 +26,7 @@ PRODUCTS = {
 
 @functools.cache
 def processor_saturates() -> bool:
-    """Return whether onnxruntime's product of uint8 and int8 matrices saturates on this processor: by a trial."""
+    """Return whether onnxruntime's product of uint8 and int8 matrices saturates on this processor, by running one."""
     import onnxruntime
 
     largest, size = (255, 127), 64
@@ -46,7 +46,7 @@ def processor_saturates() -> bool:
 
 
 def has_wide_weights(file: OpenedFile) -> bool:
-    """Return whether a file has int8 codes of weights, stored or computed from constants, whose products may saturate."""
+    """Return whether a file has int8 weights, stored or computed from constants, with products that may saturate."""
     graph = file.proto.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
     clipped = {node.input[0] for node in graph.node if node.op_type == "Clip"}  # to fewer than eight bits
@@ -64,9 +64,9 @@ def has_wide_weights(file: OpenedFile) -> bool:
 
 
 def saturating_nodes(optimized: OpenedFile, types: Mapping[str, int]) -> Sequence[NodeProto]:
-    """Return the nodes of an optimized graph whose sums may saturate: products of uint8 with wide int8 codes.
+    """Return the nodes of an optimized graph with sums that may saturate: products of uint8 with large int8 values.
 
-    `types` are the types of the tensors. Measured with onnxruntime 1.30: other combinations of the two types have exact sums.
+    `types` are the types of the tensors. Other combinations of the two types have exact sums (measured with onnxruntime 1.30).
     """
     constants = {tensor.name: tensor for tensor in optimized.proto.graph.initializer}
 
@@ -80,7 +80,7 @@ def saturating_nodes(optimized: OpenedFile, types: Mapping[str, int]) -> Sequenc
 
 
 def _is_wide(file: OpenedFile, tensor: TensorProto) -> bool:
-    """Return whether a constant, of more dimensions than a zero point has, has int8 codes that are too large."""
+    """Return whether a constant with more dimensions than a zero point has int8 values that are too large."""
     if tensor.data_type != TensorProto.INT8 or len(tensor.dims) < 2:
         return False
     return bool(np.abs(file.constant(tensor).astype(np.int16)).max(initial=0) > LARGEST_SAFE_CODE)

@@ -1,8 +1,8 @@
-"""What torch.fx records of layers and quantizers, and what these compute for exporters.
+"""Behaviour of layers and quantizers in torch.fx traces and for exporters.
 
 Exporters get torch's fake-quantize ops or TensorRT's FP8 ops, which are Q/DQ pairs in ONNX. Scripts compare with these ops, and
-other exporters than those to ONNX look for them, so the pairs of `qtoolkit.ops`, which divide by the scale where torch
-multiplies by its reciprocal, cannot stand for them.
+other exporters than ONNX recognize them. `qtoolkit.ops` cannot replace them: it divides by the scale, while torch multiplies by
+its reciprocal.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,9 @@ def check_exportable(num_bits: int | tuple[int, int], has_range: bool) -> None:
 
 
 def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_range: bool) -> Tensor:
-    """Fake-quantize x with the step `amax / bound` (1 for 0) and the codes [-bound - 1, bound], or [0, bound] if unsigned.
+    """Fake-quantize x with the step `amax / bound` (1 for 0) and integers in [-bound - 1, bound], or [0, bound] if unsigned.
 
-    Half types are computed in float32. LegacyExportError for an amax of several dimensions, and for narrow codes.
+    Half types are computed in float32. LegacyExportError for an amax of several dimensions, and for narrow_range.
     """
     if narrow_range and not unsigned:
         raise LegacyExportError(
@@ -48,7 +48,7 @@ def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_r
     axes = [d - amax.dim() + x.dim() for d, size in enumerate(amax.shape) if size != 1]
     if len(axes) > 1:
         raise LegacyExportError(
-            f"Q/DQ takes one channel axis, got an amax of shape {list(amax.shape)}; quantize along one axis."
+            f"Q/DQ supports one channel axis, got an amax of shape {list(amax.shape)}; quantize along one axis."
         )
     bound = 2 ** (num_bits - 1 + unsigned) - 1
     lowest = 0 if unsigned else -bound - 1
@@ -63,7 +63,7 @@ def affine_form(x: Tensor, amax: Tensor, num_bits: int, unsigned: bool, narrow_r
 
 
 def _in_float32(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, amax: Tensor, largest: float) -> Tensor:
-    """Return the result of a pair, (x, scale), for the scale on which `largest` stands for amax."""
+    """Return the result of a pair, (x, scale), with the scale that maps amax to `largest`."""
     amax = amax.detach().float()
     scale = torch.where(amax == 0, 1.0, amax / largest)
     return pair(x, scale) if x.dtype == torch.float32 else pair(x.float(), scale).to(x.dtype)  # no casts of float32
@@ -76,7 +76,7 @@ def e4m3_form(x: Tensor, amax: Tensor) -> Tensor:
     """
     if any(size != 1 for size in amax.shape):
         raise LegacyExportError(
-            f"enable_onnx_export: TensorRT's FP8 ops take one range, got an amax of shape {list(amax.shape)}; use axis=None."
+            f"enable_onnx_export: TensorRT's FP8 ops support one range, got an amax of shape {list(amax.shape)}; use axis=None."
         )
     run = running()
     if not run.for_onnx:
@@ -101,10 +101,10 @@ class _TorchScriptPair(torch.autograd.Function):
 
 
 def fx_leaf(forward: Callable[..., object]) -> Callable[..., Any]:
-    """Let a tracer of torch.fx record a call of the module, unless it traces the module itself.
+    """Make a torch.fx tracer record a call of the module, unless it traces the module itself.
 
-    Only modules of torch.nn are leaf modules by default. What a quantizer computes depends on its range and its switches, and
-    a calibrator collects values, so a graph must call the module.
+    Only modules of torch.nn are leaf modules by default. A quantizer depends on its range and its switches, and a calibrator
+    collects values, so a graph must call the module.
     """
 
     @wraps(forward)

@@ -14,7 +14,7 @@ from qtoolkit.config import QuantSpec
 
 
 class QuantLayer(QuantMixin):
-    """Mixed into a layer of `qtoolkit.nn`, which computes; its quantizers follow from descriptors.
+    """Mixin for a layer of `qtoolkit.nn`; its quantizers are created from descriptors.
 
     forward uses only the two quantizers and the attributes of torch's layer: scripts create layers without `__init__`.
     """
@@ -29,10 +29,10 @@ class QuantLayer(QuantMixin):
         self.init_quantizer(*descs)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        """Add no quantizers: they follow from descriptors."""
+        """Add no quantizers: they are created from descriptors."""
 
     def own_attributes(self) -> tuple[str, ...]:
-        """Return the names of attributes that the float layer does not have."""
+        """Return the names of attributes that the float layer lacks."""
         return ("_input_quantizer", "_weight_quantizer", "_input_quantizers", "_weight_quantizers")
 
     def quantized_weights(self) -> Mapping[str, object]:
@@ -56,11 +56,11 @@ class _QuantConvNd(QuantLayer, conv._ConvNd):
 
 
 class _QuantConvTransposeNd(QuantLayer, conv._ConvTransposeNd):
-    """The base class of the transposed convolutions, likewise."""
+    """The base class of the transposed convolutions, from which scripts derive layers."""
 
 
 class _QuantInputLayer(QuantInputMixin):
-    """Mixed into a layer of torch that has no weight."""
+    """Mixin for a torch layer without a weight."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         desc = take_quant_desc(type(self), kwargs, input_only=True)

@@ -13,7 +13,7 @@ from qtoolkit.errors import with_article
 
 
 class _QuantizesInput:
-    """What both mixins share; scripts distinguish them by isinstance, so neither derives from the other."""
+    """Common base of both mixins; scripts distinguish them by isinstance, so neither derives from the other."""
 
     default_quant_desc_input: ClassVar[QuantDescriptor] = QUANT_DESC_8BIT_PER_TENSOR
     _input_quantizer: TensorQuantizer

@@ -21,7 +21,7 @@ def _split(quantizer: nn.Module, first: Tensor, second: Tensor) -> tuple[Tensor,
 
 
 class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers follow from descriptors, not from specs
-    """torch.nn.LSTM with a quantizer of cat([x, h], 1) and one of cat([w_ih, w_hh], 1) for each layer and direction.
+    """torch.nn.LSTM with quantizers of cat([x, h], 1) and of cat([w_ih, w_hh], 1) for each layer and direction.
 
     They are `_input_quantizers` and `_weight_quantizers`, in the order of torch's states. Each step is computed separately,
     unless all quantizers are disabled; `qtoolkit.nn.QuantLSTM` can use the fused kernel for all steps.
@@ -51,7 +51,7 @@ class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Compute all layers and steps, with the arguments and results of torch.nn.LSTM."""
         quantizers = (*self._input_quantizers, *self._weight_quantizers)
-        # Scripts may set modules of their own in place of the quantizers.
+        # Scripts may replace the quantizers by their own modules.
         active = any(getattr(quantizer, "active", True) for quantizer in quantizers)
         return self.by_steps(input, hx) if active else self.forward_fp32(input, hx)
 
@@ -72,7 +72,7 @@ class QuantLSTM(QuantLayer, qnn.QuantLSTM):  # type: ignore[misc]  # quantizers 
 
 
 class QuantLSTMCell(QuantMixin, nn.LSTMCell):
-    """torch.nn.LSTMCell with a quantizer of cat([x, h], 1), `_input_quantizer`, and one of cat([w_ih, w_hh], 1).
+    """torch.nn.LSTMCell with quantizers of cat([x, h], 1) and of cat([w_ih, w_hh], 1).
 
     It takes the arguments of torch.nn.LSTMCell, and the descriptors of `QuantLSTM`.
 

@@ -61,11 +61,11 @@ class TensorQuantizer(ForeignQuantizer):
     _amax: Tensor
     _pre_quant_scale: Tensor
 
-    num_bits = _setting("_num_bits", "Bits of a code, or (4, 3) for E4M3.", writable=True)
-    unsigned = _setting("_unsigned", "Whether the lowest code is 0.", writable=True)
-    narrow_range = _setting("_narrow_range", "Whether the lowest of the signed codes is left out.", writable=True)
+    num_bits = _setting("_num_bits", "Bit width, or (4, 3) for E4M3.", writable=True)
+    unsigned = _setting("_unsigned", "Whether the lowest integer is 0.", writable=True)
+    narrow_range = _setting("_narrow_range", "Whether the lowest signed integer is excluded.", writable=True)
     axis = _setting("_axis", "The axes along which each index has its own range.")
-    fake_quant = _setting("_fake_quant", "Whether codes are dequantized.")
+    fake_quant = _setting("_fake_quant", "Whether the result is dequantized.")
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TensorQuantizer(ForeignQuantizer):
 
     # ---- switches
 
-    enable = _switch("_disabled", False, "Apply the steps that are switched on.")
+    enable = _switch("_disabled", False, "Apply the enabled steps.")
     disable = _switch("_disabled", True, "Return inputs unchanged.")
     enable_quant = _switch("_if_quant", True, "Quantize.")
     disable_quant = _switch("_if_quant", False, "Do not quantize.")
@@ -115,7 +115,7 @@ class TensorQuantizer(ForeignQuantizer):
         self._if_clip = True
 
     def disable_clip(self) -> None:
-        """Do not train the bounds, and clip to them only to quantize."""
+        """Do not train the bounds, and clip to them only for quantization."""
         if self._learn_amax:
             self.clip.requires_grad_(False)
         self._if_clip = False
@@ -124,7 +124,7 @@ class TensorQuantizer(ForeignQuantizer):
 
     @property
     def amax(self) -> Tensor | None:
-        """The range, or None. A range can be replaced by one of the same shape only.
+        """The range, or None. A range can be replaced only by a range of the same shape.
 
         Example:
             >>> quantizer = TensorQuantizer()
@@ -136,7 +136,7 @@ class TensorQuantizer(ForeignQuantizer):
 
     @amax.setter
     def amax(self, value: object) -> None:
-        """Set the range; a warning, and nothing else, for None."""
+        """Set the range; None only causes a warning."""
         if value is None:
             warnings.warn(
                 "TensorQuantizer: setting amax to None has no effect; del quantizer._amax removes it.", stacklevel=2
@@ -146,7 +146,7 @@ class TensorQuantizer(ForeignQuantizer):
 
     @property
     def pre_quant_scale(self) -> Tensor | None:
-        """Factor on the inputs, which also applies if the quantizer is disabled; or None."""
+        """Factor on the inputs, also applied if the quantizer is disabled; or None."""
         return getattr(self, "_pre_quant_scale", None)
 
     @pre_quant_scale.setter
@@ -168,12 +168,12 @@ class TensorQuantizer(ForeignQuantizer):
 
     @property
     def maxbound(self) -> float:
-        """The largest code, or E4M3's largest number."""
+        """The largest integer, or E4M3's largest number."""
         return E4M3_MAX if isinstance(self._num_bits, tuple) else 2 ** (self._num_bits - 1 + self._unsigned) - 1
 
     @property
     def scale(self) -> Tensor | None:
-        """The multiplier of the last codes; None with fake_quant=True."""
+        """The multiplier of the last result; None with fake_quant=True."""
         if self._fake_quant:
             warnings.warn("TensorQuantizer: with fake_quant=True there is no scale; see step_size.", stacklevel=2)
         return self._scale
@@ -185,14 +185,14 @@ class TensorQuantizer(ForeignQuantizer):
             warnings.warn("TensorQuantizer: there is no step_size without an amax.", stacklevel=2)
             return None
         if isinstance(self._num_bits, tuple):
-            raise NotImplementedError(f"TensorQuantizer: the float format {self._num_bits} has no integer codes.")
+            raise NotImplementedError(f"TensorQuantizer: the float format {self._num_bits} has no integer steps.")
         return self._amax / self.maxbound
 
     def load_calib_amax(self, *args: object, strict: bool = True, **kwargs: object) -> None:
-        """Set the range to what the calibrator's `compute_amax` returns for these arguments.
+        """Set the range to the result of the calibrator's `compute_amax` for these arguments.
 
         Raises:
-            RuntimeError: There is no calibrator, or it collected nothing; strict=False then warns, and keeps the range.
+            RuntimeError: There is no calibrator, or it collected nothing; with strict=False this warns, and keeps the range.
         """
         if self._calibrator is None:
             raise RuntimeError("Calibrator not created.")
@@ -203,7 +203,7 @@ class TensorQuantizer(ForeignQuantizer):
         sentence = "Calibrator returned None. This usually happens when calibrator hasn't seen any tensor."
         if strict:
             raise RuntimeError(f"{sentence} Passing 'strict=False' to `load_calib_amax()` will ignore the error.")
-        warnings.warn(f"{sentence} The range stays as it is: {self._short_amax()}.", stacklevel=2)
+        warnings.warn(f"{sentence} The range does not change: {self._short_amax()}.", stacklevel=2)
 
     def init_learn_amax(self) -> None:
         """Start the trained bounds at the range; RuntimeError without learn_amax or without a range."""
@@ -218,7 +218,7 @@ class TensorQuantizer(ForeignQuantizer):
             self.clip.clip_value_max.copy_(self._amax.max())
 
     def _get_amax(self, inputs: Tensor) -> Tensor:
-        """Return the range for an input; scripts call this, too."""
+        """Return the range for an input; scripts call this too."""
         if self._learn_amax:
             return torch.maximum(-self.clip.clip_value_min, self.clip.clip_value_max).detach()
         amax = self._own_range(inputs) if self.amax is not None else amax_along(inputs.detach(), self._axis)
@@ -239,7 +239,7 @@ class TensorQuantizer(ForeignQuantizer):
 
     @fx_leaf
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the inputs after all steps that are switched on."""
+        """Return the inputs after all enabled steps."""
         if self.pre_quant_scale is not None:
             inputs = inputs * self._pre_quant_scale.to(inputs)
         if self._disabled:
@@ -286,7 +286,7 @@ class TensorQuantizer(ForeignQuantizer):
         return f"[{float(self._amax.min()):.4f}, {float(self._amax.max()):.4f}]({self._amax.numel()})"
 
     def extra_repr(self) -> str:
-        """Return how it quantizes, the range and the switches."""
+        """Return the configuration, the range and the switches."""
         if self._disabled:
             return "disabled"
         words = {
