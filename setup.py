@@ -235,7 +235,9 @@ def long_description(readme: str, address: str | None) -> str:
             return f"{image}[{text}]({address}/{'raw' if image else 'blob'}/HEAD/{path})"
         return "" if image else text
 
-    where = "" if address is not None else "\nThe pages that this text names are in the folder `docs` of the repository.\n"
+    where = (
+        "" if address is not None else "\nThe pages that this text names are in the folder `docs` of the repository.\n"
+    )
     return RELATIVE.sub(absolute, readme) + where
 
 

@@ -28,7 +28,7 @@ def test_another_torch_gives_one_clear_sentence(monkeypatch) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch) -> tuple[Path, Path]:
-    """The package in a repository's folder, where nothing was compiled, and an installed copy, in the order of Python's search."""
+    """The package in a repository's folder, where nothing was compiled, and an installed copy, as Python searches."""
     packages = tmp_path / "repository" / "qtoolkit", tmp_path / "site-packages" / "qtoolkit"
     for package in packages:
         package.mkdir(parents=True)

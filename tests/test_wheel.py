@@ -246,12 +246,19 @@ def test_in_the_repositorys_folder_the_wheels_library_is_used(bare: Bare, tree: 
     folder = tmp_path / "repository"
     for name in ("qtoolkit", "csrc"):
         shutil.copytree(tree / name, folder / name)
-    program = "import qtoolkit as qt; import torch; print(qt.__file__, qt.ops.fake_quant(torch.ones(2), torch.tensor(0.3)))"
+    program = (
+        "import qtoolkit as qt; import torch; print(qt.__file__, qt.ops.fake_quant(torch.ones(2), torch.tensor(0.3)))"
+    )
     assert bare.run(str(bare.python), "-c", program, at=folder).startswith(str(folder / "qtoolkit"))
     assert bare.run(str(bare.python), "-m", "qtoolkit", "info", "--json", at=folder).startswith("{")
     (folder / "csrc" / "library.cpp").touch()
     done = subprocess.run(
-        [bare.python, "-c", "import qtoolkit"], cwd=folder, env=bare.variables, capture_output=True, text=True, check=False
+        [bare.python, "-c", "import qtoolkit"],
+        cwd=folder,
+        env=bare.variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert f"the installed one in {bare.folder}" in done.stderr
     assert "run Python in another folder" in done.stderr
