@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,16 +198,57 @@ class Build(cpp_extension.BuildExtension):
 
 
 CUDA = with_cuda() and "QTOOLKIT_SANITIZE" not in os.environ
-# The library is of one minor version of torch (docs/packaging.md): so is a wheel, which says so in its name and asks for it.
+# The library is for one minor version of torch (docs/packaging.md). So is a wheel, which requires that version.
 MINOR = ".".join(torch.__version__.split(".")[:2])
 KERNELS = f"cu{torch.version.cuda.replace('.', '')}" if CUDA else "cpu"
+# A relative link or image of Markdown: its "!", its text and its path.
+RELATIVE = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\((?!\w+:)([^()\s]+)\)")
+
+
+def version_tag() -> str:
+    """Return what follows the version: .post214 for torch 2.14, and a local label, +cu130, for CUDA kernels.
+
+    The package index takes post-releases and refuses local labels. pip refuses a source distribution that builds a wheel of
+    another version, so a wheel from one has no tag.
+    """
+    if IS_SOURCE or (ROOT / "PKG-INFO").exists():
+        return ""
+    major, minor = map(int, MINOR.split("."))
+    return f".post{100 * major + minor}" + (f"+{KERNELS}" if CUDA else "")
+
+
+def source_address() -> str | None:
+    """Return the repository's address: `Source` in [project.urls] of pyproject.toml."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    return urls.get("Source")
+
+
+def long_description(readme: str, address: str | None) -> str:
+    """Return a readme without relative links, which lead nowhere on a package index.
+
+    They lead to the repository's address. Without an address, links become plain text, and images are left out.
+    """
+
+    def absolute(found: re.Match[str]) -> str:
+        image, text, path = found.groups()
+        if address is not None:
+            return f"{image}[{text}]({address}/{'raw' if image else 'blob'}/HEAD/{path})"
+        return "" if image else text
+
+    where = (
+        "" if address is not None else "\nThe pages that this text names are in the folder `docs` of the repository.\n"
+    )
+    return RELATIVE.sub(absolute, readme) + where
+
 
 setup(
+    long_description=long_description((ROOT / "README.md").read_text(), source_address()),
+    long_description_content_type="text/markdown",
     install_requires=["torch>=2.11" if IS_SOURCE else f"torch=={MINOR}.*", "numpy", "tqdm>=4.57"],
     ext_modules=[extension(CUDA), snapshot()],
     cmdclass={"build_ext": Build},
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},
-        "egg_info": {"tag_build": "" if IS_SOURCE else f"+torch{MINOR}.{KERNELS}"},
+        "egg_info": {"tag_build": version_tag()},
     },
 )

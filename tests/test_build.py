@@ -23,12 +23,55 @@ def test_the_library_tells_what_it_was_built_for() -> None:
 def test_another_torch_gives_one_clear_sentence(monkeypatch) -> None:
     monkeypatch.setattr(_native, "built_for", lambda library: "2.11.0")
     with pytest.raises(ImportError, match=r"was built for torch 2\.11\.0, but this is torch .*pip install"):
-        _native.load()
+        _native.load(_native.FILE)
 
 
-def test_a_missing_library_says_what_to_type(tmp_path) -> None:
-    with pytest.raises(ImportError, match=r"native library is missing.*pip install --no-build-isolation \."):
-        _native.load(tmp_path / "_C.abi3.so")
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch) -> tuple[Path, Path]:
+    """The package in a repository's folder, where nothing was compiled, and an installed copy, as Python searches."""
+    packages = tmp_path / "repository" / "qtoolkit", tmp_path / "site-packages" / "qtoolkit"
+    for package in packages:
+        package.mkdir(parents=True)
+        (package / "version.py").write_text('__version__ = "0.1.0"\n')
+    (packages[0].parent / "csrc").mkdir()
+    (packages[0].parent / "csrc" / "library.cpp").touch()
+    (packages[1] / _native.NAME).touch()
+    monkeypatch.setattr(sys, "path", [str(package.parent) for package in packages])
+    return packages
+
+
+def test_in_the_repositorys_folder_the_installed_library_is_found(folders: tuple[Path, Path], monkeypatch) -> None:
+    source, installed = folders
+    assert _native.find(source) == installed / _native.NAME
+    monkeypatch.chdir(installed.parent)
+    monkeypatch.setattr(sys, "path", [str(source.parent), ""])
+    assert _native.find(source) == installed / _native.NAME
+    (source / _native.NAME).touch()
+    assert _native.find(source) == source / _native.NAME
+
+
+def test_a_missing_library_says_what_to_type(folders: tuple[Path, Path], monkeypatch) -> None:
+    source, _ = folders
+    monkeypatch.setattr(sys, "path", [str(source.parent)])
+    words = rf"native library is missing.*Type in {source.parent}: pip install --no-build-isolation \."
+    with pytest.raises(ImportError, match=words):
+        _native.find(source)
+
+
+@pytest.mark.parametrize("differs", ["the version", "a source that changed after the installation"])
+def test_an_installed_library_of_other_sources_is_named(folders: tuple[Path, Path], differs: str) -> None:
+    source, installed = folders
+    if differs == "the version":
+        (installed / "version.py").write_text('__version__ = "0.0.9"\n')
+    else:
+        later = (installed / _native.NAME).stat().st_mtime + 1
+        os.utime(source.parent / "csrc" / "library.cpp", (later, later))
+    words = (
+        rf"native library is missing.*{installed} is of other sources.*run Python in another folder.*"
+        rf"type in {source.parent}: pip install --no-build-isolation \."
+    )
+    with pytest.raises(ImportError, match=words):
+        _native.find(source)
 
 
 def test_a_library_that_does_not_load_says_why(tmp_path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 from email import message_from_bytes
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
+from packaging.metadata import Metadata
+from packaging.utils import parse_wheel_filename
 
 import qtoolkit as qt
 from qtoolkit import _native
@@ -25,6 +30,7 @@ from tests import pages
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MINOR = ".".join(torch.__version__.split(".")[:2])
+POST = 100 * int(MINOR.split(".")[0]) + int(MINOR.split(".")[1])  # the post-release of a wheel: 214 for torch 2.14
 ENVIRONMENT = {**os.environ, "QTOOLKIT_CUDA": "0"}
 
 
@@ -69,7 +75,7 @@ def wheel(tree: Path) -> Path:
 @pytest.mark.slow
 def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
     """One wheel for all versions of Python, and one for each minor version of torch, which pip asks for."""
-    name = rf"torch_qtoolkit-{re.escape(qt.__version__)}\+torch{re.escape(MINOR)}\.cpu-cp311-abi3-linux_\w+\.whl"
+    name = rf"torch_qtoolkit-{re.escape(qt.__version__)}\.post{POST}-cp311-abi3-linux_\w+\.whl"
     assert re.fullmatch(name, wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -83,14 +89,72 @@ def test_the_wheel_says_for_which_torch_it_is(wheel: Path) -> None:
     } <= set(names)
     assert not [n for n in names if n.startswith(("tests", "csrc", "benchmarks"))]
     said = message_from_bytes(metadata)
+    assert [link for link in links_of(said.get_payload()) if "://" not in link] == []
     wanted = said.get_all("Requires-Dist")
     assert f"torch=={MINOR}.*" in wanted
     assert any(entry.startswith("onnxruntime") and "extra" in entry for entry in wanted)
     assert said["Name"] == DISTRIBUTION
     assert said["Description-Content-Type"] == "text/markdown"
-    assert said.get_payload() == README.read_text()
     assert "quantization-aware training" in said["Keywords"]
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.11"} <= set(said.get_all("Classifier"))
+
+
+@pytest.fixture
+def setup_py(monkeypatch) -> dict[str, Any]:
+    """The names of setup.py, for a build without CUDA kernels."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.setenv("QTOOLKIT_CUDA", "0")
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def test_the_version_names_torch_so_that_the_package_index_takes_it(setup_py: dict[str, Any], tmp_path: Path) -> None:
+    """A label after "+" is refused there; pip refuses a wheel whose version is not its source distribution's."""
+    tag = setup_py["version_tag"]
+    settings = tag.__globals__
+    assert tag() == f".post{POST}"
+    for minor, number in (("2.9", 209), ("2.15", 215), ("3.0", 300)):
+        settings["MINOR"] = minor
+        assert tag() == f".post{number}"
+    settings.update(CUDA=True, KERNELS="cu130")
+    assert tag() == ".post300+cu130"
+    settings["ROOT"] = tmp_path
+    (tmp_path / "PKG-INFO").touch()  # as in an unpacked source distribution
+    assert tag() == ""
+
+
+def links_of(text: str) -> list[str]:
+    """Return the links and images of a text, as the package index finds them."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    inline = [child for token in tokens for child in token.children or ()]
+    assert not [token for token in (*tokens, *inline) if re.search(r"(href|src)=", token.content)], "HTML"
+    links = [child.attrs.get("href") or child.attrs.get("src") for child in inline]
+    return [str(link) for link in links if link]
+
+
+def test_the_description_has_no_relative_link(setup_py: dict[str, Any]) -> None:
+    """Relative links of README.md lead nowhere on the package index."""
+    description, readme = setup_py["long_description"], README.read_text()
+    relative = [link for link in links_of(readme) if "://" not in link]
+    assert len(relative) > 30
+    text = description(readme, None)
+    assert links_of(text) == [link for link in links_of(readme) if "://" in link]
+    assert "[Ultralytics]" not in text
+    assert "Ultralytics" in text
+    blocks = re.findall(r"^```.*?^```|`[^`\n]+`", text, re.M | re.S)
+    assert blocks[:-1] == re.findall(r"^```.*?^```|`[^`\n]+`", readme, re.M | re.S)
+    assert "in the folder `docs` of the repository" in text
+    at = "https://host.invalid/name"
+    absolute = links_of(description(readme, at))
+    assert len(absolute) == len(links_of(readme))
+    assert f"{at}/blob/HEAD/docs/quickstart.md" in absolute
+    assert f"{at}/raw/HEAD/docs/figures.svg" in absolute
+    assert [link for link in absolute if "://" not in link] == []
+
+
+def test_no_address_is_made_up(setup_py: dict[str, Any]) -> None:
+    """`Source` of pyproject.toml is the one place for the repository's address, and SECURITY.md for the address of reports."""
+    if setup_py["source_address"]() is None:
+        assert re.search(r"address for reports \| none yet", (ROOT / "SECURITY.md").read_text())
 
 
 @pytest.mark.slow
@@ -121,8 +185,12 @@ def test_a_repaired_wheel_has_a_tag_for_glibc_and_no_library_of_torch(wheel: Pat
     assert done.returncode == 0, done.stderr
     (repaired,) = tmp_path.glob("*.whl")
     assert re.search(r"-cp311-abi3-manylinux_2_\d+_x86_64\.whl$", repaired.name)
+    _, version, build, _ = parse_wheel_filename(repaired.name)
+    assert (version.local, build) == (None, ()), "the package index takes it"
     with zipfile.ZipFile(repaired) as archive:
         libraries = [name for name in archive.namelist() if ".so" in name]
+        (metadata,) = (archive.read(name) for name in archive.namelist() if name.endswith("METADATA"))
+    Metadata.from_email(metadata, validate=True)
     assert sorted(libraries) == ["qtoolkit/_C.abi3.so", "qtoolkit/_snapshot.abi3.so"]
 
 
@@ -170,6 +238,30 @@ def test_the_wheel_works_where_no_compiler_is(bare: Bare, tmp_path: Path) -> Non
     assert Path(file).is_relative_to(bare.folder)
     assert version == qt.__version__
     assert bare.run(str(bare.folder / "bin" / "qtoolkit"), "info", "--json", at=tmp_path).startswith("{")
+
+
+@pytest.mark.slow
+def test_in_the_repositorys_folder_the_wheels_library_is_used(bare: Bare, tree: Path, tmp_path: Path) -> None:
+    """As after `pip install .` there: Python imports the sources of the folder, where nothing was compiled."""
+    folder = tmp_path / "repository"
+    for name in ("qtoolkit", "csrc"):
+        shutil.copytree(tree / name, folder / name)
+    program = (
+        "import qtoolkit as qt; import torch; print(qt.__file__, qt.ops.fake_quant(torch.ones(2), torch.tensor(0.3)))"
+    )
+    assert bare.run(str(bare.python), "-c", program, at=folder).startswith(str(folder / "qtoolkit"))
+    assert bare.run(str(bare.python), "-m", "qtoolkit", "info", "--json", at=folder).startswith("{")
+    (folder / "csrc" / "library.cpp").touch()
+    done = subprocess.run(
+        [bare.python, "-c", "import qtoolkit"],
+        cwd=folder,
+        env=bare.variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"the installed one in {bare.folder}" in done.stderr
+    assert "run Python in another folder" in done.stderr
 
 
 # Runs the programs of each task in a process of its own, forked from one that has imported torch and the package.
@@ -237,7 +329,9 @@ def test_the_source_distribution_has_all_that_a_build_reads(tree: Path) -> None:
         names = {name.partition("/")[2] for name in opened.getnames()}
         info = opened.extractfile(f"torch_qtoolkit-{qt.__version__}/PKG-INFO")
         assert info is not None
-        assert "torch>=2.11" in message_from_bytes(info.read()).get_all("Requires-Dist")
+        said = message_from_bytes(info.read())
+    assert "torch>=2.11" in said.get_all("Requires-Dist")
+    assert [link for link in links_of(said.get_payload()) if "://" not in link] == []
     sources = {
         str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".cu", ".h", ".cuh")
     }
