@@ -1,7 +1,6 @@
 """sensitivity(): measure how the quantization of each layer affects the score, and leave the most sensitive in float."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from torch import nn
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_flags, check_known, shown, some
+from qtoolkit.errors import check_flags, check_known, shown, some, warn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, name_of, object_type_of
 from qtoolkit.model_state import check_module, evaluating
@@ -270,11 +269,10 @@ def _warn_of_other_weights(model: nn.Module) -> None:
         (corrected_in(layers), "biases that make up for rounding", "bias_correction"),
     ):
         if names:
-            warnings.warn(
+            warn(
                 f"sensitivity: the layers {some(names)} have {have}, as after qtoolkit.tuning.{by}: with their quantizers off "
                 f"they are not those of the float model, so that the score in float and the drops are wrong. Measure a model "
                 f"to which such a method was not applied.",
-                stacklevel=3,  # the caller of sensitivity
             )
 
 

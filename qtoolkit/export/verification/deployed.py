@@ -1,7 +1,6 @@
 """Comparison of all codes of a model with those that a runtime computes from its file, end to end."""
 
 import math
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -9,6 +8,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from qtoolkit.errors import warn
 from qtoolkit.export.verification.codes import (
     OUTPUT_ERROR,
     CodeCount,
@@ -198,17 +198,15 @@ class RuntimeCodes:
                 check_outputs(self.output_error, self.runtime, "verify")
             raise RuntimeError(self._cause())
         if self.not_compared:
-            warnings.warn(
+            warn(
                 f"verify: {self.runtime} does not give the codes of {_first(self.not_compared)}: it merged their nodes with "
                 f"others, these inputs do not reach them, or each run draws others at random. The codes behind them, and the "
                 f"outputs, are compared.",
-                stacklevel=2,
             )
         if verdict is Verdict.ROUNDING and self.codes.differing > self.codes.allowed(self.share):
-            warnings.warn(
+            warn(
                 f"verify: end to end {self.codes} in {self.runtime}, which computes {len(self.float_layers)} layers in float; "
                 f"layer by layer, from its own codes, {self.layer_codes}, which rounding explains; later layers amplify it.",
-                stacklevel=2,
             )
         return verdict
 
