@@ -128,7 +128,7 @@ def of_python(source: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func)
-            if name == "warnings.warn" or (name.endswith("Error") and name not in PARTS_OF_SENTENCES):
+            if name == "warn" or (name.endswith("Error") and name not in PARTS_OF_SENTENCES):
                 yield from written(node.args[0], functions)
 
 

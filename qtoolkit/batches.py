@@ -2,14 +2,13 @@
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from qtoolkit.errors import shown
+from qtoolkit.errors import shown, warn
 from qtoolkit.model_inputs import Args, Kwargs, bind, given_arguments, naming_misfits, split
 from qtoolkit.model_state import removing
 from qtoolkit.op_kinds.recorded import check_none
@@ -56,11 +55,10 @@ class Caller:
         fewer = _without_labels(model, inputs)
         if fewer is not None and not self._said:
             self._said = True
-            warnings.warn(
+            warn(
                 f"{self.what}: {type(model).__name__}.forward({', '.join(taken_arguments(model))}) does not take "
                 f"{_difference(inputs, fewer)} of a batch, which is left out as its labels; pass forward=lambda model, batch: "
                 f"... to call it otherwise.{_if_fixed(model, inputs)}",
-                stacklevel=4,  # the caller of calibrate
             )
         return self._call(model, inputs if fewer is None else fewer)
 

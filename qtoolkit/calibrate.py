@@ -1,6 +1,5 @@
 """Ranges from data: calibrate() runs the batches, and reports the quantizers that saw none; calibrating() takes a loop."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from qtoolkit.batches import Caller, check_batches, no_batch
 from qtoolkit.eager.functions import WeightsTaken, sentence
 from qtoolkit.eager.record import check_links, plan_of
-from qtoolkit.errors import check_flags, check_known, check_whole, some
+from qtoolkit.errors import check_flags, check_known, check_whole, some, warn
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.instead import RANGES, refuse_others
@@ -269,10 +268,9 @@ def _check_reached(quantizers: Mapping[str, TensorQuantizer], what: str, where: 
 
 def _warn_of_unreached(names: Sequence[str]) -> None:
     if names:
-        warnings.warn(
+        warn(
             f"calibrating: no data reached the quantizers {some(list(map(repr, names)))} in the block, so they have no "
             f"range; run data that reaches them, in eval mode for those that only eval mode uses.",
-            stacklevel=3,  # the `with` statement, whose end calls this
         )
 
 
@@ -352,11 +350,10 @@ def _warn_of_few_values(values: Mapping[str, int]) -> None:
     """Warn of batch norms whose statistics are of so few values that the ranges after them differ from eval mode's."""
     few = [f"{name!r} ({count})" for name, count in values.items() if count < FEW_VALUES]
     if few:
-        warnings.warn(
+        warn(
             f"calibrate: in training mode the batch norms {some(few)} normalize fewer than {FEW_VALUES} values of a channel "
             f"(batch size times height times width) by their own statistics; in eval mode the ranges after them differ. "
             f"Pass larger batches; or call prepared.eval() before calibrate, and prepared.train() after it.",
-            stacklevel=3,  # the caller of calibrate
         )
 
 
@@ -364,11 +361,10 @@ def _warn_of_clipping(reached: Mapping[str, TensorQuantizer], clipped: Mapping[s
     """Warn of ranges that clip more than a few per cent, unless a percentile asks for it or the spec has few bits."""
     much = [f"{name!r} ({share:.1%})" for name, share in clipped.items() if much_clipped(reached[name], share)]
     if much:
-        warnings.warn(
+        warn(
             f"{what}: the ranges of {some(much)} clip more than {MUCH_CLIPPED:.0%} of the values; if the "
             f"accuracy is low, take another method of the observer 'histogram', such as 'mse', the observer 'minmax', or a "
             f"signed spec for values of both signs.",
-            stacklevel=4,  # the caller of calibrate
         )
 
 

@@ -1,6 +1,5 @@
 """convert(): a calibrated model in the form in which it is deployed."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
@@ -10,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qtoolkit.eager.record import check_links, plan_of
 from qtoolkit.eager.unreached import leave_in_float, unreached_layers
-from qtoolkit.errors import check_known, shown, some, with_article
+from qtoolkit.errors import check_known, shown, some, warn, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -111,10 +110,9 @@ def in_reference_form(prepared: M) -> M:
     leave_in_float(copied, unreached)
     converted = freeze.run(copied)
     if unreached:
-        warnings.warn(
+        warn(
             f"convert: no data reached the layers {some(list(map(repr, unreached)))}, which stay in float; calibrate with "
             f"batches that reach them if the deployed model calls them, else name them in exclude.",
-            stacklevel=3,  # the caller of convert
         )
     _warn_of_clipped_weights(prepared, converted)
     return converted
@@ -175,20 +173,18 @@ def _warn_of_skipped(model: nn.Module) -> None:
     """Warn of quantizers whose ranges leave out NaN or infinities."""
     names = [name for name, q in quantizers_of(model).items() if q.ready and not q.observer.finite()]
     if names:
-        warnings.warn(
+        warn(
             f"convert: {len(names)} quantizers got NaN or infinities in training, which their ranges leave out: "
             f"{some(names)}; qtoolkit.stop_on_nonfinite finds the first one.",
-            stacklevel=4,  # the caller of convert
         )
 
 
 def _warn_of_those_off(model: nn.Module) -> None:
     names = [name for name, quantizer in quantizers_of(model).items() if not quantizer.active]
     if names:
-        warnings.warn(
+        warn(
             f"convert: {len(names)} quantizers are off and stay off, so that their tensors are in float: {some(names)}; "
             f"qtoolkit.enable_quantization(prepared) turns them on.",
-            stacklevel=4,  # the caller of convert
         )
 
 
@@ -202,12 +198,11 @@ def _warn_of_clipped_weights(prepared: nn.Module, converted: nn.Module) -> None:
             share, _ = look(quantizer, layer.weight).tolist()
             clipped += [f"{name!r} ({share:.1%})"] if much_clipped(quantizer, share) else []
     if clipped:
-        warnings.warn(
+        warn(
             f"convert: ranges that were frozen or set do not follow their weights, and clip more than "
             f"{MUCH_CLIPPED:.0%} of these (batch norms folded): {some(clipped)}. Set "
             f"quantizer.following = True to take these ranges anew; in training, freeze batch norms with the ranges "
             f"(qtoolkit.freeze_batch_norm).",
-            stacklevel=4,  # the caller of convert
         )
 
 

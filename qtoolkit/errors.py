@@ -1,10 +1,25 @@
-"""Checks of arguments, and the words of errors: for unknown names the nearest known one, the article of a name."""
+"""Checks of arguments, warnings, and the words of errors: for unknown names the nearest known one, the article of a name."""
 
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TypeVar
+
+# Top-level packages whose frames are between the user's line and a warning. Code that torch.fx generates has no name.
+BETWEEN = {"qtoolkit", "qtoolkit_command", "torch", "contextlib", "functools", "importlib", ""}
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line: the innermost frame that is neither of the package, nor of torch, nor of generated code."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry)
 
 
 def unknown(what: str, name: object, known: Iterable[str], meant: Mapping[str, str] | None = None) -> str:

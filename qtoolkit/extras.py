@@ -1,10 +1,11 @@
 """Installations: the packages of extras with the command that installs them, and another project of the same name."""
 
-import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 from types import ModuleType
+
+from qtoolkit.errors import warn
 
 DISTRIBUTION = "torch-qtoolkit"  # the name to pip; "qtoolkit" on the package index is another project
 
@@ -47,6 +48,4 @@ def warn_of_other_project(package: Path = Path(__file__).parent) -> None:
         if "qtoolkit/__init__.py," in (other.read_text("RECORD") or ""):
             from qtoolkit_command import OTHER_PROJECT
 
-            warnings.warn(
-                f"qtoolkit {other.version} is installed in {str(package)!r} too. {OTHER_PROJECT}", stacklevel=3
-            )
+            warn(f"qtoolkit {other.version} is installed in {str(package)!r} too. {OTHER_PROJECT}")

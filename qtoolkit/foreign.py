@@ -1,12 +1,13 @@
 """Models and quantizers of other packages: how the core knows them without importing the packages."""
 
 import sys
-import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import ClassVar
 
 from torch import nn
+
+from qtoolkit.errors import warn
 
 # What keeps such a model what it is, by the class of the models: where the class is, its name, and the module for it.
 OF_PACKAGES = {("transformers.modeling_utils", "PreTrainedModel"): "qtoolkit.integrations.transformers"}
@@ -37,11 +38,10 @@ def integration_of(model_class: type[nn.Module]) -> ModuleType | None:
 def warn_of_own_trainer(model: object, what: str) -> None:
     """Warn, for the public function `what`, of a model whose package has a trainer that would not train the quantized model."""
     if type(model).__module__.startswith("ultralytics."):
-        warnings.warn(
+        warn(
             f"{what}: the trainer of ultralytics builds a float model of its own, and trains that even if `yolo.model` is the "
             f"quantized one: pass trainer=qtoolkit.integrations.ultralytics.trainer(yolo) to yolo.train(). In a training loop "
             f"of your own this does not matter.",
-            stacklevel=4,  # the caller of what
         )
 
 

@@ -1,6 +1,5 @@
 """The one resolver of configs: from a backend, a QConfigMapping and names to the config of a layer or an op."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -11,7 +10,7 @@ from qtoolkit.backends import Backend
 from qtoolkit.config import QConfig, QConfigMapping, QuantSpec
 from qtoolkit.config.kinds import Kind
 from qtoolkit.config.mapping import Source, is_same_rule
-from qtoolkit.errors import with_article, within
+from qtoolkit.errors import warn, with_article, within
 from qtoolkit.nn.registry import QatModules
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import kind_of_type
@@ -148,12 +147,11 @@ class LayerRules:
     def _check_axis(self, spec: QuantSpec) -> None:
         wanted, channel = self.backend.conv_transpose_axis, ("input", "output")
         if spec.group_size is None and spec.axis == 1 - wanted:  # the other axis than the target takes
-            warnings.warn(
+            warn(
                 f"qconfig_mapping: a rule by name, regular expression or type says the axis of the weight itself, and axis="
                 f"{spec.axis} of a transposed convolution's weight (in, out / groups, k...) is the {channel[1 - wanted]} "
                 f"channel; {self.backend.name} takes a scale for each {channel[wanted]} channel: axis={wanted}. (In a "
                 f"global rule axis=0 stands for the output channel of every layer.)",
-                stacklevel=2,
             )
 
     def _computes(self, kind: OpKind) -> bool:

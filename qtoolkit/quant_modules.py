@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -32,7 +31,7 @@ from qtoolkit.eager.rules import (
     quantized_otherwise,
     record_plan,
 )
-from qtoolkit.errors import check_flags, check_known, some, unknown
+from qtoolkit.errors import check_flags, check_known, some, unknown, warn
 from qtoolkit.foreign import integration_of, warn_of_own_trainer
 from qtoolkit.graph.capture import trace
 from qtoolkit.graph.graph_module import QuantizedGraphModule
@@ -288,10 +287,9 @@ def _warn_of_kept(model: nn.Module, rules: LayerRules) -> None:
     """Warn of layers that are quantized already, for which the rules of this call have no effect."""
     names = quantized_otherwise(model, rules)
     if names:
-        warnings.warn(
+        warn(
             f"replace: qconfig_mapping, exclude or backend gives another config for layers that are quantized already, which "
             f"keep theirs: {some(list(map(repr, names)))}; replace the float model, with all rules in one call.",
-            stacklevel=3,  # the caller of replace
         )
 
 

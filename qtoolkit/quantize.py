@@ -1,7 +1,6 @@
 """quantize(): from a float model to a verified file in one call, by the public steps alone."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +16,7 @@ from qtoolkit.calibrate import CalibrationReport, calibrate
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.mapping import Exclude, with_excluded
 from qtoolkit.convert import QUANTIZED, convert
-from qtoolkit.errors import check_flags, some
+from qtoolkit.errors import check_flags, some, warn
 from qtoolkit.export import DeployedVerification, ExportResult, Verdict, export_onnx, verify
 from qtoolkit.export.onnx import Exporter, require_extra
 from qtoolkit.files import check_format
@@ -221,7 +220,7 @@ def _prepared(
 def _note(notes: list[str], note: str, reason: str = "") -> None:
     """Add a note to the result, and warn of it, for `quantize`'s caller, with the reason."""
     notes.append(note)
-    warnings.warn(f"quantize: {note}{reason}", stacklevel=4)
+    warn(f"quantize: {note}{reason}")
 
 
 def _verified(

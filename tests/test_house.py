@@ -171,6 +171,11 @@ def test_functions_have_the_mark_that_torch_sets() -> None:
     assert vars(ours) == vars(of_torch) != {}
 
 
+def test_warnings_have_one_owner_which_finds_the_line_of_the_user() -> None:
+    found = {module for module, path in FILES.items() if re.search(r"warnings\.warn|stacklevel", path.read_text())}
+    assert found == {"qtoolkit.errors"}
+
+
 # ---- what runs
 
 

@@ -1,7 +1,6 @@
 """Load ranges from checkpoints of pytorch-quantization and Model Optimizer into qtoolkit's models."""
 
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import reduce
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qtoolkit.checkpoint.file import without_wrapper
+from qtoolkit.errors import warn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_state import check_module, check_numbers, unchanged_on_error
 from qtoolkit.nn import QuantWeighted
@@ -154,8 +154,7 @@ def _batch_norm_factor(layer: QuantWeighted, count: int, place: str) -> Tensor:
 def _largest(name: str, amaxes: Mapping[str, Tensor]) -> Tensor:
     largest = reduce(torch.maximum, amaxes.values())
     if any(not bool((other == largest).all()) for other in amaxes.values()):
-        warnings.warn(
+        warn(
             f"load_amax: quantizer {name!r} is shared by {', '.join(amaxes)}, whose ranges differ; it gets the largest.",
-            stacklevel=3,  # the caller of load_amax
         )
     return largest

@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -12,7 +11,7 @@ from torch import nn
 from qtoolkit.config.formats import BLOCKS, FloatType
 from qtoolkit.config.kinds import Kind, kind_at, path_of
 from qtoolkit.config.spec import QuantSpec
-from qtoolkit.errors import check_known, check_mapping, check_sequence, shown, type_beside, unknown, within
+from qtoolkit.errors import check_known, check_mapping, check_sequence, shown, type_beside, unknown, warn, within
 
 
 @dataclass(frozen=True)
@@ -404,7 +403,7 @@ def warn_of_unused_types(
     for kind in kinds:
         if kind not in known:
             message = f"{option} {getattr(kind, '__name__', kind)}, which {fact} and has no effect."
-            warnings.warn(message, stacklevel=4)  # the caller of the public function, which calls by its own helper
+            warn(message)
 
 
 def with_excluded(mapping: QConfigMapping | None, exclude: Exclude | None) -> QConfigMapping | None:

@@ -1,7 +1,6 @@
 """sensitivity(): measure the effect of each layer's quantization on the score, and keep the most sensitive layers in float."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from torch import nn
 from qtoolkit.config import QConfigMapping
 from qtoolkit.config.kinds import Kind, path_of
 from qtoolkit.eager.record import plan_of
-from qtoolkit.errors import check_flags, check_known, shown, some
+from qtoolkit.errors import check_flags, check_known, shown, some, warn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import float_type, name_of, object_type_of
 from qtoolkit.model_state import check_module, evaluating
@@ -270,11 +269,10 @@ def _warn_of_other_weights(model: nn.Module) -> None:
         (corrected_in(layers), "corrected biases", "bias_correction"),
     ):
         if names:
-            warnings.warn(
+            warn(
                 f"sensitivity: the layers {some(names)} have {have} (qtoolkit.tuning.{by}): with disabled quantizers they "
                 "differ from the float model, so the float score and the drops are wrong. Measure a model without such a "
                 "method.",
-                stacklevel=3,  # the caller of sensitivity
             )
 
 

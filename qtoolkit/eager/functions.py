@@ -4,7 +4,6 @@ Module replacement, of a model or in leaf modules of a graph, does not see funct
 and a line in the report of a model without a graph.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from qtoolkit.eager.record import record_of, set_record
-from qtoolkit.errors import some
+from qtoolkit.errors import some, warn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import Args, Kwargs
 from qtoolkit.nn import QuantModule
@@ -61,9 +60,7 @@ class WeightsTaken(TorchFunctionMode):
         if not isinstance(model, QuantizedGraphModule) and (self.found or record_of(model).functions):
             set_record(model, replace(record_of(model), functions=self.found))
         if self.found:
-            warnings.warn(
-                f"{what}: {sentence(self.found)}", stacklevel=3
-            )  # the caller of calibrate, or the end of a block
+            warn(f"{what}: {sentence(self.found)}")
 
 
 def sentence(found: Mapping[str, str]) -> str:

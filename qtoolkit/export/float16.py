@@ -1,7 +1,6 @@
 """Convert a converted model to float16, for export to float16 files and for their verification."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from qtoolkit.backends import Backend
 from qtoolkit.config.formats import FloatType
-from qtoolkit.errors import first_line, some
+from qtoolkit.errors import first_line, some, warn
 from qtoolkit.export.inputs import ExportSource, grids_of
 from qtoolkit.export.pairs.shaped_weights import ConstantWeight, weights_given
 from qtoolkit.graph.blocks import TracedBlock
@@ -48,7 +47,7 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
         return source
     result, lost = _in_float16(source)
     for sentence in (*lost, *_other_scales(result)):
-        warnings.warn(sentence, stacklevel=4)  # the caller of export_onnx, whose decorator has a frame too
+        warn(sentence)
     return result
 
 

@@ -1,7 +1,6 @@
 """export_onnx(): write a model as an ONNX file with QuantizeLinear/DequantizeLinear pairs, after verification."""
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from torch import nn
 from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.config.formats import FloatType, WeightCodes
 from qtoolkit.eager.record import backend_in
-from qtoolkit.errors import check_flags, check_known, some
+from qtoolkit.errors import check_flags, check_known, some, warn
 from qtoolkit.export.exporters.quiet import without_noise
 from qtoolkit.export.exporters.written import OpsWritten
 from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, ExportSource, Inputs, check_outputs
@@ -383,10 +382,9 @@ def require_extra(what: str) -> None:
 def _warn_of_layers_put_in(model: nn.Module) -> None:
     names = ops_put_in(model)
     if names:
-        warnings.warn(
+        warn(
             f"export_onnx: {', '.join(map(repr, names))} was added to the model after quantization, and is float in the file; "
             "make that change in the float model, and quantize it again.",
-            stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
         )
 
 
@@ -395,11 +393,10 @@ def _warn_of_saturation(path: str | os.PathLike[str], grids: Mapping[str, Grid])
 
     names = [name for name, grid in grids.items() if grid.quantizing and grid.shifts]
     if names and processor_saturates():
-        warnings.warn(
+        warn(
             f"export_onnx: {str(path)!r} has int8 weights at {some(names)}. This processor has no VNNI instructions, so "
             "onnxruntime's sums saturate and its results are wrong here. Pass weight_codes='uint8', whose sums are exact on "
             "every processor, or quantize weights to 7 bits.",
-            stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
         )
 
 

@@ -1,6 +1,5 @@
 """The blocks of a traced model: containers of its layers, with the names, the classes and the numbers of the model's blocks."""
 
-import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
 
-from qtoolkit.errors import with_article
+from qtoolkit.errors import warn, with_article
 
 NO_CALL = "its forward is not called as one part of the graph"
 NO_MODEL = "the quantizers between its layers are not in it"
@@ -106,11 +105,10 @@ def warn_of_traced_value(module: nn.Module, traced: Mapping[str, object], name: 
     told: tuple[str, ...] = vars(module).get("_told", ())
     if name in traced and name not in told and _differs(traced[name], value):
         vars(module)["_told"] = (*told, name)
-        warnings.warn(
+        warn(
             f"attribute {name!r} of {owner} was {traced[name]!r} when the model was traced, and the graph keeps what forward "
             f"computed with that; a new value has no effect. Set it in the float model, and prepare that; or make it a buffer "
             f"of the float model, and write into the buffer.",
-            stacklevel=3,  # the assignment, which calls __setattr__
         )
 
 

@@ -1,7 +1,6 @@
 """QuantizedGraphModule: a GraphModule that keeps all names of its model, and whose copies keep its plan and attributes."""
 
 import copy
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import PythonCode
 
-from qtoolkit.errors import with_article
+from qtoolkit.errors import warn, with_article
 from qtoolkit.foreign import integration_of
 from qtoolkit.graph.block_calls import BlockCall
 from qtoolkit.graph.blocks import (
@@ -236,11 +235,10 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 
     def _warn_of_branches(self, names: Sequence[str]) -> None:
         if names:
-            warnings.warn(
+            warn(
                 f"train: Python branches on self.training in {', '.join(names)}; the model was prepared in eval mode, and its "
                 f"graph computes that branch in training mode too. Prepare it in training mode, or name the submodule in "
                 f"`untraced`.",
-                stacklevel=3,  # the caller of train
             )
 
     def follow_weights(self) -> None:

@@ -13,7 +13,6 @@ conversion, and the batch norm returns its input. In training mode (numbers: str
   `freeze_batch_norm` after the statistics have converged.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, distributed, fx, nn
 
 from qtoolkit import ops
-from qtoolkit.errors import check_known
+from qtoolkit.errors import check_known, warn
 from qtoolkit.model_state import check_module, removing, values_kept
 from qtoolkit.nn.module import shallow_copy_as
 from qtoolkit.processes import whole
@@ -323,7 +322,7 @@ def _set_frozen(model: nn.Module, frozen: bool, what: str) -> None:
                 f"{what}: this {type(model).__name__} is a float model; pass the result of qtoolkit.prepare or "
                 f"qtoolkit.quant_modules.replace."
             )
-        warnings.warn(f"{what}: {NONE_LINKED}", stacklevel=3)  # the caller of freeze_batch_norm
+        warn(f"{what}: {NONE_LINKED}")
     for module in model.modules():
         if isinstance(module, LinkedBatchNorm):
             module.freeze(frozen)

@@ -1,10 +1,8 @@
 """Modules that were put around a layer after it was quantized: adapters, and wrappers that only call it."""
 
-import warnings
-
 from torch import nn
 
-from qtoolkit.errors import with_article
+from qtoolkit.errors import warn, with_article
 from qtoolkit.nn.weighted import QuantWeighted
 from qtoolkit.wrapped import unwrapped
 
@@ -17,10 +15,9 @@ def warn_of_adapter(name: str, module: nn.Module, bn_name: str, bn: nn.Module) -
         last = last[-1]
     if layer is None or layer is last:
         return
-    warnings.warn(
+    warn(
         f"the layer {name!r} is called by {with_article(type(module))} now, and the batch norm {bn_name!r} after it is still "
         f"folded into the layer in eval mode and by qtoolkit.convert: what the {type(module).__name__} adds to the layer's "
         f"output is not normalized there, though it is in training. Put it around both of them, or change the float model and "
         f"quantize it again.",
-        stacklevel=2,
     )

@@ -5,7 +5,6 @@ Only the few steps in `LOOKED_AT` and `GROWTH_AT` wait for the device.
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from qtoolkit.errors import warn
 from qtoolkit.processes import own_part
 from qtoolkit.quantizers.spec_ops import per_element
 from qtoolkit.running import is_capturing, running
@@ -87,8 +87,7 @@ def _values(of: Iterable[Tensor]) -> list[list[float]]:
 def _warn(quantizer: "TensorQuantizer", found: str, remedy: str) -> None:
     if not quantizer.warned:
         quantizer.warned = True
-        # The frames between belong to the watcher, torch's hook and the optimizer's step.
-        warnings.warn(f"quantizer {quantizer.name!r} {found}. {remedy}; see docs/training.md.", stacklevel=6)
+        warn(f"quantizer {quantizer.name!r} {found}. {remedy}; see docs/training.md.")
 
 
 class Watcher:

@@ -1,6 +1,5 @@
 """RangedQuantizer: a quantizer with a range, as the table of quantizers stores, sets and trains it."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from qtoolkit import ops
 from qtoolkit.config import QuantSpec
 from qtoolkit.config.formats import BLOCKS
+from qtoolkit.errors import warn
 from qtoolkit.quantizers.capability import Capability
 from qtoolkit.quantizers.checks import check_spec, not_finite, not_ready
 from qtoolkit.quantizers.frozen import check_scale
@@ -217,10 +217,9 @@ class RangedQuantizer(Quantizer, LoadsFloatCheckpoints):
         lo, hi = self.observer.range()
         self._take_range(lo, hi)
         if self.kind.LEARNED and not bool(lo.any()) and not bool(hi.any()):
-            warnings.warn(
+            warn(
                 f"quantizer {self.name!r} has seen zeros only, so quantizer={self.spec.quantizer!r} starts to train at a scale "
                 f"of 1; take quantizer='fixed' for it in the QConfigMapping, whose scale follows a weight, or set its amax.",
-                stacklevel=2,
             )
         return lo, hi
 

@@ -41,7 +41,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     model = check_module(model, "quantization_report")
     report = report_of_graph(model) if isinstance(model, QuantizedGraphModule) else report_of_modules(model)
     quantizers = quantizers_of(model)
-    warn_of_raised(quantizers, "quantization_report", stacklevel=3)
+    warn_of_raised(quantizers, "quantization_report")
     of_weights = {name: quantizer for name, quantizer in quantizers.items() if quantizer.of_weight}
     return replace(report, following={name: quantizer.follows for name, quantizer in of_weights.items()})
 

@@ -1,6 +1,5 @@
 """The layers that a config takes out of the target's integer kernels."""
 
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -9,7 +8,7 @@ from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.eager.record import plans_in
-from qtoolkit.errors import some
+from qtoolkit.errors import some, warn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.nodes import name_of, tensor_inputs
 from qtoolkit.graph.passes.integers import expected_grid, output_of, reached_quantizer
@@ -69,10 +68,9 @@ def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend, known: S
     """
     lost = lost_kernels(model)
     if lost and set(lost) != set(known):
-        warnings.warn(
+        warn(
             f"{what}: the qconfig_mapping takes layers out of the integer kernels of {backend.name}, which computes them in "
             f"float: {'; '.join(lost)}. Fields that a QuantSpec leaves out get the values that the kernels take.",
-            stacklevel=3,  # the caller of prepare or replace
         )
 
 

@@ -1,6 +1,5 @@
 """reestimate_batch_norm(): recompute the running statistics of batch norms from data."""
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from qtoolkit.errors import check_flags, some
+from qtoolkit.errors import check_flags, some, warn
 from qtoolkit.model_state import attribute_kept, check_module, removing
 from qtoolkit.nn import LinkedBatchNorm, QuantModule, QuantWeighted
 from qtoolkit.nn.rounded import is_rounded
@@ -252,19 +251,17 @@ def _warn_of_codes(chosen: Mapping[QuantWeighted, Tensor]) -> None:
     grids = [(CodeGrid(layer, ""), codes) for layer, codes in chosen.items()]
     lost = [repr(grid.quantizer.name) for grid, codes in grids if not torch.equal(grid.nearest(), codes)]
     if lost:
-        warnings.warn(
+        warn(
             f"reestimate_batch_norm: the chosen roundings of {some(lost)} are lost, because these scales cannot follow the "
             "new factor of each output channel. Call it before qtoolkit.tuning.reconstruct or gptq, or give the weights a "
             "QuantSpec with axis=0 and scales that are not powers of two.",
-            stacklevel=4,  # the caller of reestimate_batch_norm
         )
 
 
 def _warn_of_ranges(ranges: Iterable[_Clipping]) -> None:
     wrong = [why for each in ranges if (why := each.why())]
     if wrong:
-        warnings.warn(
+        warn(
             f"reestimate_batch_norm: the ranges of {some(wrong)} do not fit their tensors with the new statistics (at most "
             f"{MUCH_CLIPPED:.0%} should be clipped); call qtoolkit.calibrate again.",
-            stacklevel=3,  # the caller of reestimate_batch_norm
         )

@@ -1,6 +1,5 @@
 """QuantizationSchedule: phases of quantization-aware training, counted in optimizer steps."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from qtoolkit.calibrate import load_ranges, merged_over_ranks
-from qtoolkit.errors import check_whole
+from qtoolkit.errors import check_whole, warn
 from qtoolkit.foreign import refuse_foreign_quantizers
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule, freeze_batch_norm
@@ -161,9 +160,8 @@ class QuantizationSchedule:
                 "torch.optim.swa_utils.AveragedModel(model); one of them has other quantizers than the model."
             )
         if self.freeze_batch_norm is not None and not has_linked(self.model):
-            warnings.warn(
+            warn(
                 f"QuantizationSchedule: freeze_batch_norm={self.freeze_batch_norm}, but {NONE_LINKED}",
-                stacklevel=3,  # the caller of QuantizationSchedule
             )
 
     @property

@@ -5,7 +5,6 @@ rebinds names because scripts rely on it: they compare `torch.nn.Conv2d` with `q
 `quant_desc_input` to it, and rebind names of other modules with `custom_quant_modules`.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import torch
 
 from qtoolkit.compat.pytorch_quantization import nn as quant_nn
 from qtoolkit.compat.pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
-from qtoolkit.errors import unknown
+from qtoolkit.errors import unknown, warn
 from qtoolkit.graph.capture.functions import patched
 
 _Custom = Sequence[tuple[object, str, type[torch.nn.Module]]]
@@ -48,7 +47,7 @@ class QuantModuleReplacementHelper:
         stay_float, names = float_module_list or (), {entry.mod_name for entry in _DEFAULT_QUANT_MAP}
         for name in stay_float:
             if name not in names:
-                warnings.warn(f"quant_modules: {unknown('float module', name, names)}", stacklevel=3)
+                warn(f"quant_modules: {unknown('float module', name, names)}")
         table = [entry for entry in _DEFAULT_QUANT_MAP if entry.mod_name not in stay_float]
         self.entries = [*table, *(QuantEntry(*entry) for entry in custom_map or ())]
 

@@ -1,6 +1,5 @@
 """The files of each backend."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir
 
-from qtoolkit.errors import some
+from qtoolkit.errors import some, warn
 from qtoolkit.export.backend_files import formats_with_weights as with_weights
 from qtoolkit.export.backend_files import formats_without_weights as without_weights
 from qtoolkit.export.backend_files import placeholders
@@ -86,11 +85,10 @@ def _warn_of_derived(format: Format, encodings: Sequence[Encoding], model: onnx_
         if not format.is_derived(encoding, np.asarray(tensor.numpy(), np.float32))
     ]
     if other:
-        warnings.warn(
+        warn(
             f"encodings: {format.title} does not store weight scales: the target computes them from the values. For "
             f"{len(other)} weights they differ from the trained scales: {some(other)}. The Q/DQ file of export_onnx stores "
             "the trained scales.",
-            stacklevel=4,  # the caller of encodings
         )
 
 
@@ -98,10 +96,9 @@ def _warn_of_left_out(format: Format, encodings: Sequence[Encoding], held: Seque
     kept = {encoding.quantizer for encoding in held}
     left = [one.tensor for one in encodings if format.holds(one) and one.quantizer not in kept]
     if left:
-        warnings.warn(
+        warn(
             f"encodings: {format.title} has no entry for {', '.join(left)}: the target accepts none for the ops that use "
             "these tensors.",
-            stacklevel=4,  # the caller of encodings
         )
 
 

@@ -1,6 +1,5 @@
 """Translation of quantizing ops in a plain torch.onnx.export: the pairs of `qtoolkit.export_onnx`, with float weights."""
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +9,7 @@ from onnx_ir import DataType
 from onnx_ir.tensor_adapters import from_torch_dtype, to_torch_dtype
 from torch import Tensor, Value
 
-from qtoolkit.errors import present
+from qtoolkit.errors import present, warn
 from qtoolkit.export.pairs.opsets import NATIVE
 from qtoolkit.export.pairs.pair_form import Attribute, PairForm
 from qtoolkit.export.pairs.storage import FLOATS, SUMS, Rounding, smallest_opset, storage_of
@@ -109,10 +108,9 @@ def written_by_dynamo(
     how = Rounding(format, code_range, axis, *blocks)
     opset = _least_opset(how) if format in ("int", *FLOATS) else 0
     if opset > NATIVE["dynamo"][0]:
-        warnings.warn(
+        warn(
             f"torch.onnx.export: {_described(how)} needs opset {opset} or newer: pass "
             f"opset_version={opset} or more, or use qtoolkit.export_onnx, which chooses it.",
-            stacklevel=2,
         )
     pair = _Symbolic(opset, how, x.shape)
     return pair.write(x, from_torch_dtype(x.dtype), scale, zero_point)

@@ -13,7 +13,7 @@ from onnx_ir.passes import PassError
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, nn
 
-from qtoolkit.errors import first_line, present
+from qtoolkit.errors import first_line, present, warn
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
 from qtoolkit.export.inputs import DynamicShapes, Inputs, by_name
@@ -87,10 +87,9 @@ def _check_asked(asked: Sequence[tuple[object, str]], what: str) -> None:
                 f"the example inputs, for all sizes; {remedy}."
             )
     if asked:
-        warnings.warn(
+        warn(
             f"{what}: Python branches on a dynamic size, at {asked[0][1]}: the file contains only the branch for the example "
             f"inputs, and does not check sizes; {remedy}.",
-            stacklevel=6,  # the caller of export_onnx, whose decorator has a frame too
         )
 
 

@@ -1,7 +1,6 @@
 """End-to-end comparison of all quantized values between a model and a runtime that runs its file."""
 
 import math
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -9,6 +8,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from qtoolkit.errors import warn
 from qtoolkit.export.verification.codes import (
     OUTPUT_ERROR,
     CodeCount,
@@ -198,18 +198,16 @@ class RuntimeCodes:
                 check_outputs(self.output_error, self.runtime, "verify")
             raise RuntimeError(self._cause())
         if self.not_compared:
-            warnings.warn(
+            warn(
                 f"verify: {self.runtime} does not return the quantized values of {_first(self.not_compared)}: it merged their "
                 "nodes with others, these inputs do not reach them, or they depend on random numbers. Later quantizers and "
                 "the outputs are compared.",
-                stacklevel=2,
             )
         if verdict is Verdict.ROUNDING and self.codes.differing > self.codes.allowed(self.share):
-            warnings.warn(
+            warn(
                 f"verify: end to end {self.codes} in {self.runtime}, which computes {len(self.float_layers)} layers in float; "
                 f"layer by layer, with its quantized values as inputs, {self.layer_codes}, which rounding explains; later "
                 "layers amplify it.",
-                stacklevel=2,
             )
         return verdict
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from qtoolkit.errors import check_sequence, shown, some, unknown
+from qtoolkit.errors import check_sequence, shown, some, unknown, warn
 from qtoolkit.foreign import ASKED_FOR, integration_of
 from qtoolkit.graph.block_calls import ROOT, BlockCall
 from qtoolkit.graph.blocks import TracedBlock, find_module
@@ -185,30 +185,27 @@ def _in_other_mode(branching: dict[nn.Module, None], trace_once: Callable[[], _T
 
 
 def _warn_of_checkpoint(model: nn.Module) -> None:
-    warnings.warn(
+    warn(
         f"prepare: {type(model).__name__} uses torch.utils.checkpoint; the graph computes the same values and gradients, but "
         f"stores the activations instead of recomputing them. To recompute them, checkpoint blocks of the prepared model, as "
         f"apply_activation_checkpointing does, or make the submodules that use it leaf modules with `untraced`.",
-        stacklevel=4,  # the caller of prepare
     )
 
 
 def _warn_of_finite_checks(names: Iterable[str]) -> None:
     if names := tuple(dict.fromkeys(names)):
-        warnings.warn(
+        warn(
             f"prepare: Python tests whether values are finite in {some(names)}; the graph has the branch of finite values, and "
             f"passes NaN and infinities on. qtoolkit.stop_on_nonfinite(prepared) raises an error at the first one; to keep "
             f"such a test, name the submodule in `untraced`.",
-            stacklevel=4,  # the caller of prepare
         )
 
 
 def _warn_of_modes(branches: Sequence[str]) -> None:
     if branches:
-        warnings.warn(
+        warn(
             f"prepare: Python branches on self.training in {', '.join(branches)}; the graph computes the branch of training "
             f"mode in eval mode too. Prepare the model in the mode of its export, or name the submodule in `untraced`.",
-            stacklevel=4,  # the caller of prepare
         )
 
 
@@ -216,12 +213,11 @@ def _warn_of_own_train(gm: QuantizedGraphModule, names: Sequence[str]) -> None:
     """Warn of modules that `train()` of a class of the model keeps in eval mode, unless that class is in the graph."""
     others = [name for name in names if not any(has_own_train(part) for part in _path_to(gm, name))]
     if others:
-        warnings.warn(
+        warn(
             f"prepare: train() of this model's own classes keeps {some(list(map(repr, others)))} in eval mode, but train() of "
             f"the prepared model is torch's, and puts them in training mode. After each prepared.train(), call "
             f"prepared.get_submodule(name).eval() for them; or once qtoolkit.freeze_batch_norm(prepared.get_submodule(name)) "
             f"for a batch norm after a layer, or a block of them.",
-            stacklevel=4,  # the caller of prepare
         )
 
 

@@ -1,13 +1,12 @@
 """The convert pass: fold linked batch norms, and freeze every quantizer."""
 
-import warnings
 from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from qtoolkit.errors import some
+from qtoolkit.errors import some, warn
 from qtoolkit.graph.capture.rewrites.both_modes import keep_eval
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import link_inputs
@@ -92,10 +91,9 @@ def _warn_of_rounded_scales(model: nn.Module, state: Mapping[str, Tensor]) -> No
             exact = Grid(given, grid.zero_point, grid.spec.with_(scale_dtype="float32"), grid.group, shape=grid.shape)
             moved, count = moved + int((exact.codes(weight) != grid.codes(weight)).sum()), count + weight.numel()
     if names:
-        warnings.warn(
+        warn(
             f"convert: the state_dict has float32 scales, and the model's scale_dtype is 'float16': scales of {some(names)} "
             f"are rounded, which changes {moved:,} of {count:,} quantized weights. Evaluate the model before it is deployed.",
-            stacklevel=5,  # the caller of convert
         )
 
 
@@ -106,11 +104,10 @@ def _fit_biases(model: nn.Module) -> None:
         layers += link_inputs.layers_of_functions(gm)
     enlarged = {name: count for name, layer in layers if (count := layer.fit_bias())}
     if enlarged:
-        warnings.warn(
+        warn(
             f"convert: the biases of {', '.join(f'{name!r} ({count} scales)' for name, count in enlarged.items())} do not fit "
             f"in int32 in steps of the input's scale times the weight's; these scales of the weights are larger than in "
             f"training. Their channels have weights close to zero.",
-            stacklevel=5,  # the caller of convert
         )
 
 

@@ -1,12 +1,11 @@
 """Find layers with a batch norm after them. In training mode the layer takes it over; in eval mode it is folded at once."""
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx, nn
 
-from qtoolkit.errors import some
+from qtoolkit.errors import some, warn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.module_calls import ModuleCalls, why_read
 from qtoolkit.graph.nodes import kind_of, readers_of
@@ -139,11 +138,10 @@ def _warn_of_sizes(gm: fx.GraphModule) -> None:
         if reason is not None and not _is_normalized(node):
             names[str(node.target)] = reason
     if names:
-        warnings.warn(
+        warn(
             f"prepare: no normalization takes the outputs of {some([repr(name) for name in names])}, and "
             f"{' and '.join(dict.fromkeys(names.values()))}: these outputs change, before and in training. Put a batch "
             f"norm after these layers, or give them quantizer='lsq' in the QConfigMapping.",
-            stacklevel=5,  # the caller of prepare
         )
 
 

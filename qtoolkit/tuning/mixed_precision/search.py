@@ -1,6 +1,5 @@
 """MixedPrecision: the layers of a model, the costs of choices, and the choices with the smallest error within budgets."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -12,7 +11,7 @@ from qtoolkit.backends import REQUIRED, Backend, backend_of
 from qtoolkit.batches import no_batch
 from qtoolkit.config import QConfig, QConfigMapping
 from qtoolkit.debug.sensitivity import sensitivity
-from qtoolkit.errors import check_flags, check_known, check_whole, shown, some
+from qtoolkit.errors import check_flags, check_known, check_whole, shown, some, warn
 from qtoolkit.graph.capture.trace import check_not_wrapped
 from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_inputs import bind
@@ -329,11 +328,10 @@ class MixedPrecision:
         layers = {n: m for n, m in self.model.named_modules() if type_before_parametrizations(m) in LAYERS}
         computed = [repr(name) for name, module in layers.items() if name not in self.modules and has_weight(module)]
         if computed:
-            warnings.warn(
+            warn(
                 f"MixedPrecision: the weights of {some(computed)} are computed from other tensors (pruned or parametrized), "
                 "so these layers have no choices and do not count in the costs; make them plain parameters with "
                 "torch.nn.utils first.",
-                stacklevel=3,  # the caller of MixedPrecision
             )
 
     def _check_costs(self, names: Iterable[str]) -> None:

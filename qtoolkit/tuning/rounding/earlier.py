@@ -1,11 +1,10 @@
 """Detect changes by earlier methods, after which a model without quantizers differs from the float model."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from qtoolkit.errors import some
+from qtoolkit.errors import some, warn
 from qtoolkit.nn.rounded import corrected_in, rounded_in
 
 ANEW = "use a new model from qtoolkit.prepare or qtoolkit.quant_modules.replace"
@@ -16,17 +15,15 @@ def warn_before_rounding(model: nn.Module, names: Iterable[str], what: str) -> N
     layers = {name: model.get_submodule(name) for name in names}
     rounded = rounded_in(layers)
     if rounded:
-        warnings.warn(
+        warn(
             f"{what}: the weights of {some(rounded)} are already rounded (qtoolkit.tuning.reconstruct or gptq): their float "
             f"values are lost, and they do not change. To choose their rounding again, {ANEW}.",
-            stacklevel=3,
         )
     corrected = corrected_in(layers)
     if corrected:
-        warnings.warn(
+        warn(
             f"{what}: qtoolkit.tuning.bias_correction has changed the biases of {some(corrected)} for weights that are "
             f"rounded to nearest. They do not fit another rounding. Before you choose the rounding, {ANEW}.",
-            stacklevel=3,
         )
 
 
@@ -34,9 +31,8 @@ def warn_before_correction(layers: Mapping[str, nn.Module]) -> None:
     """Warn, before a correction of biases, about layers with weights rounded by an earlier method."""
     rounded = rounded_in(layers)
     if rounded:
-        warnings.warn(
+        warn(
             f"bias_correction: the weights of {some(rounded)} are already rounded (qtoolkit.tuning.reconstruct or gptq), and "
             "the target means are computed with them, so only shifts by activations are corrected. Apply it to models with "
             "weights that are rounded to nearest.",
-            stacklevel=3,
         )

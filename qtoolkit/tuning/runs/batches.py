@@ -1,6 +1,5 @@
 """Run parts of a model on batches: up to a node of its graph, or up to a layer."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, NoReturn, TypeVar
@@ -9,6 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.batches import Caller, check_batches, no_batch
 from qtoolkit.eager.record import check_links
+from qtoolkit.errors import warn
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import clone_tensors
 from qtoolkit.model_state import attribute_kept, evaluating, unchanged_on_error
@@ -38,11 +38,10 @@ class Batches:
     def __init__(self, batches: Iterable[object], forward: Forward | None, what: str) -> None:
         check_batches(what, batches, forward)
         if ranks() > 1:
-            warnings.warn(
+            warn(
                 f"{what}: this process tunes its model on its own batches, without communication with the other {ranks() - 1} "
                 "of its group, so the models may differ; pass the same batches in all processes, or tune in one process and "
                 "load its state dict in the others.",
-                stacklevel=3,  # the caller of the tuning method
             )
         self.batches = list(batches) if isinstance(batches, Iterator) else batches
         self.forward, self.what, self._call = forward, what, forward or Caller(what)

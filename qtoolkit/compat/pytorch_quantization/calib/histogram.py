@@ -13,7 +13,6 @@ searches differ from `qtoolkit.ops`:
 """
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from qtoolkit import ops
 from qtoolkit.compat.pytorch_quantization.calib.calibrator import MaxCalibrator, _Calibrator, check_shape
 from qtoolkit.compat.pytorch_quantization.reduction import Axis, kept_axes
 from qtoolkit.compat.pytorch_quantization.tensor_quant import fake_tensor_quant, scaled_e4m3
+from qtoolkit.errors import warn
 
 HISTC_EXACT = 1 << 24  # torch.histc counts in float32
 ROWS = 256  # candidates that are scored together
@@ -60,11 +60,9 @@ class HistogramCalibrator(_Calibrator):
     ) -> None:
         super().__init__(num_bits, axis, unsigned)
         if grow_method is not None:
-            warnings.warn(f"grow_method is deprecated and ignored, got {grow_method!r}.", DeprecationWarning, 2)
+            warn(f"grow_method is deprecated and ignored, got {grow_method!r}.", DeprecationWarning)
         if not torch_hist:
-            warnings.warn(
-                "HistogramCalibrator: torch_hist=False is ignored; torch counts, in bins from 0 on.", stacklevel=2
-            )
+            warn("HistogramCalibrator: torch_hist=False is ignored; torch counts, in bins from 0 on.")
         self._first_num_bins, self._skip_zeros = num_bins, skip_zeros
         self.reset()
 

@@ -5,13 +5,13 @@ Autocast that is switched off changes nothing unless the caller has switched it 
 
 import operator
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from qtoolkit.errors import warn
 from qtoolkit.graph.capture.functions import Patch
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.capture.shapes import UNKNOWN, is_plain
@@ -86,11 +86,10 @@ def skipped_autocast(places: list[str], enter: Callable[[torch.autocast], object
 def warn_of_autocast(places: Collection[str]) -> None:
     """Warn that a graph does not switch autocast off where the model does."""
     if places:
-        warnings.warn(
+        warn(
             f"prepare: the forward switches autocast off, at {next(iter(places))}; a graph does not record that. It computes "
             f"the same without autocast; under autocast these ops run in its dtype. To keep them in float32, name the "
             f"submodule in `untraced`, or call the prepared model without autocast.",
-            stacklevel=4,  # the caller of prepare
         )
 
 

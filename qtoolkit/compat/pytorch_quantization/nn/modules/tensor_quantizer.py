@@ -1,6 +1,5 @@
 """pytorch_quantization's TensorQuantizer."""
 
-import warnings
 from collections.abc import Callable
 from operator import attrgetter
 from typing import ClassVar
@@ -19,6 +18,7 @@ from qtoolkit.compat.pytorch_quantization.nn.modules.export_form import (
 )
 from qtoolkit.compat.pytorch_quantization.reduction import amax_along
 from qtoolkit.compat.pytorch_quantization.tensor_quant import E4M3_MAX, fake_tensor_quant, scaled_e4m3, tensor_quant
+from qtoolkit.errors import warn
 from qtoolkit.foreign import ForeignQuantizer
 from qtoolkit.running import running
 
@@ -138,9 +138,7 @@ class TensorQuantizer(ForeignQuantizer):
     def amax(self, value: object) -> None:
         """Set the range; None only causes a warning."""
         if value is None:
-            warnings.warn(
-                "TensorQuantizer: setting amax to None has no effect; del quantizer._amax removes it.", stacklevel=2
-            )
+            warn("TensorQuantizer: setting amax to None has no effect; del quantizer._amax removes it.")
         else:
             self._set_buffer("amax", value)
 
@@ -175,14 +173,14 @@ class TensorQuantizer(ForeignQuantizer):
     def scale(self) -> Tensor | None:
         """The multiplier of the last result; None with fake_quant=True."""
         if self._fake_quant:
-            warnings.warn("TensorQuantizer: with fake_quant=True there is no scale; see step_size.", stacklevel=2)
+            warn("TensorQuantizer: with fake_quant=True there is no scale; see step_size.")
         return self._scale
 
     @property
     def step_size(self) -> Tensor | None:
         """The distance between values, amax / (2^(num_bits - 1 + unsigned) - 1); None without a range."""
         if self.amax is None:
-            warnings.warn("TensorQuantizer: there is no step_size without an amax.", stacklevel=2)
+            warn("TensorQuantizer: there is no step_size without an amax.")
             return None
         if isinstance(self._num_bits, tuple):
             raise NotImplementedError(f"TensorQuantizer: the float format {self._num_bits} has no integer steps.")
@@ -203,7 +201,7 @@ class TensorQuantizer(ForeignQuantizer):
         sentence = "Calibrator returned None. This usually happens when calibrator hasn't seen any tensor."
         if strict:
             raise RuntimeError(f"{sentence} Passing 'strict=False' to `load_calib_amax()` will ignore the error.")
-        warnings.warn(f"{sentence} The range does not change: {self._short_amax()}.", stacklevel=2)
+        warn(f"{sentence} The range does not change: {self._short_amax()}.")
 
     def init_learn_amax(self) -> None:
         """Start the trained bounds at the range; RuntimeError without learn_amax or without a range."""
@@ -212,7 +210,7 @@ class TensorQuantizer(ForeignQuantizer):
         if self.amax is None:
             raise RuntimeError("TensorQuantizer: init_learn_amax needs an amax; calibrate first.")
         if self._amax.numel() > 1:
-            warnings.warn("TensorQuantizer: one range is trained, so it starts at the largest amax.", stacklevel=2)
+            warn("TensorQuantizer: one range is trained, so it starts at the largest amax.")
         with torch.no_grad():
             self.clip.clip_value_min.copy_(-self._amax.max())
             self.clip.clip_value_max.copy_(self._amax.max())
