@@ -1,12 +1,15 @@
 """The command `qtoolkit` and its arguments. Outside of the package: help needs no torch, and Ctrl-C ends its import."""
 
 import argparse
+import ast
 import os
 import runpy
+import shutil
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +37,8 @@ def main() -> int:
     """Run the command line of `qtoolkit.cli`; return its exit code."""
     end_on_interrupt()
     arguments = parser().parse_args()
+    if arguments.command == "examples":
+        return copy_examples(Path(arguments.folder))
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     import qtoolkit
 
@@ -46,6 +51,28 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run(arguments)
+
+
+def copy_examples(folder: Path) -> int:
+    """Copy the examples into a new folder, and print what each script shows; return the exit code."""
+    if folder.exists():
+        sys.stderr.write(f"qtoolkit: {str(folder)!r} exists; name a new folder: qtoolkit examples FOLDER.\n")
+        return 2
+    shutil.copytree(_folder_of_examples(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in sorted(folder.rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(script.read_text())) or ""
+        print(f"{script}: {docstring.partition(chr(10))[0]}")
+    return 0
+
+
+def _folder_of_examples() -> Path:
+    """Return the folder of the installed examples; in a checkout the one beside this file."""
+    try:
+        installed = files("torch-qtoolkit") or []
+    except PackageNotFoundError:
+        installed = []
+    places = [Path(str(file.locate())) for file in installed if file.parts[-2:] == ("examples", "digits.py")]
+    return places[0].parent if places else Path(__file__).with_name("examples")
 
 
 def end_on_interrupt() -> None:
@@ -82,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     for add in (_add_quantize, _add_lint, _add_verify, _add_info):
         command = add(commands)
         command.add_argument("--json", action="store_true", help="print JSON, as docs/command_line.md describes it")
+    _add_examples(commands)
     return parser
 
 
@@ -146,6 +174,11 @@ def _add_info(commands: Commands) -> argparse.ArgumentParser:
     command = _add(commands, "info", "describe files; without one, this installation")
     _add_files(command, "*", "ONNX files")
     return command
+
+
+def _add_examples(commands: Commands) -> None:
+    command = _add(commands, "examples", "copy the example scripts into a new folder")
+    command.add_argument("folder", nargs="?", default="examples", metavar="FOLDER", help="its name (default: examples)")
 
 
 def _add_files(command: argparse.ArgumentParser, count: str, text: str) -> None:

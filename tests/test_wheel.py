@@ -33,7 +33,7 @@ def tree(tmp_path_factory) -> Path:
     """A copy of what a build reads."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("qtoolkit", "csrc"):
+    for name in ("qtoolkit", "csrc", "examples"):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for file in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / file, tree)
@@ -170,6 +170,15 @@ def test_the_wheel_works_where_no_compiler_is(bare: Bare, tmp_path: Path) -> Non
     assert Path(file).is_relative_to(bare.folder)
     assert version == qt.__version__
     assert bare.run(str(bare.folder / "bin" / "qtoolkit"), "info", "--json", at=tmp_path).startswith("{")
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_examples(bare: Bare, tmp_path: Path) -> None:
+    copied = bare.run(str(bare.folder / "bin" / "qtoolkit"), "examples", at=tmp_path)
+    assert "examples/digits.py: From a float CNN to a verified int8" in copied
+    ours = {path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.*") if "__pycache__" not in path.parts}
+    found = {path.relative_to(tmp_path) for path in (tmp_path / "examples").rglob("*.*")}
+    assert found == ours - {Path("examples/mlperf_tiny.py")}  # which needs the benchmarks of the repository
 
 
 # Runs the programs of each task in a process of its own, forked from one that has imported torch and the package.
