@@ -28,6 +28,7 @@ BOOSTS = {
             "quantizers",
             "export.md",
             "debugging",
+            "gpu",
             "migration",
             "tutorials/index",
         ),
