@@ -134,8 +134,7 @@ def _check_chains_and_branches(model: nn.Module) -> None:
     """Raise ValueError for a batch norm that was replaced, and a graph with the branch of training mode in eval mode."""
     check_links(model)
     for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
-        plan = plan_in(gm)
-        tracing = Tracing() if plan is None else plan.tracing
+        tracing = Tracing() if (plan := plan_in(gm)) is None else plan.tracing
         if tracing.training and tracing.branches:
             raise ValueError(
                 f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the branch "
@@ -154,8 +153,7 @@ def _runtime_for(model: nn.Module, arithmetic: str, runtime: str | None) -> Runt
                 f'none; write arithmetic="integer", or leave runtime out.'
             )
         return None
-    plan = plan_in(model)
-    if plan is None:
+    if (plan := plan_in(model)) is None:
         raise ValueError(
             f'convert: arithmetic="integer" needs the graph of the model, to know the quantizer of each output; quantize it '
             f"by qtoolkit.prepare, got {with_article(type(model))} without a graph."

@@ -84,8 +84,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progre
         )
     traced = _trace(float_model, quantized, values)
     # Calls of layers inside leaf modules are not in the graph.
-    plan = plan_in(quantized)
-    verdicts = {} if plan is None else plan.inside
+    verdicts = {} if (plan := plan_in(quantized)) is None else plan.inside
     inside = [name for name, verdict in verdicts.items() if verdict.status is Status.QUANTIZED]
     with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
@@ -120,8 +119,7 @@ def _check(float_model: object, quantized: object) -> None:
 
 def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[object, ...]) -> QuantizedGraphModule:
     """Trace the float model with the options of `prepare`, and split what it split."""
-    plan = plan_in(quantized)
-    how = Tracing() if plan is None else plan.tracing
+    how = Tracing() if (plan := plan_in(quantized)) is None else plan.tracing
     traced = trace.run(
         float_model, how.leaf_modules, how.skip, how.concrete_args, example_inputs=values if how.measured else None
     ).gm
@@ -143,8 +141,7 @@ def _counterparts(traced: QuantizedGraphModule, quantized: QuantizedGraphModule)
     for node, follower in batch_norms(traced):
         if follower.name not in present or _is_linked(quantized, follower):
             names[node.name] = follower.name
-    plan = plan_in(quantized)
-    computed = {} if plan is None else plan.computed
+    computed = {} if (plan := plan_in(quantized)) is None else plan.computed
     names |= {name: names[how.last] for name, how in computed.items() if how.last in names}
     lost = [n.name for n in quantized.graph.nodes if not is_quantizer(n) and n.name not in names]
     if lost:

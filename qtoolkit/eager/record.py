@@ -7,7 +7,7 @@ from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
+from qtoolkit.graph.graph_module import plan_in
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -46,9 +46,8 @@ def records_in(model: nn.Module) -> Iterator[tuple[str, EagerRecord]]:
 
 def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan of a model, else the first plan of its parts; None if none was prepared or replaced."""
-    if isinstance(model, QuantizedGraphModule):
-        return plan_in(model)
-    return next((record.plan for _, record in records_in(model) if record.plan is not None), None)
+    plans = (record.plan for _, record in records_in(model) if record.plan is not None)
+    return plan_in(model) or next(plans, None)
 
 
 def backend_in(model: nn.Module) -> Backend | None:

@@ -46,8 +46,7 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     every = layer_quantizers(model)
     held = [quantizer for quantizer in every if not quantizer.is_weights]
     trained = _trained(model)
-    plan = plan_in(model)
-    behind = None if plan is None else QuantizersBehind(plan.backend)
+    behind = None if (plan := plan_in(model)) is None else QuantizersBehind(plan.backend)
     layers = [_layer_line(model, node, every, trained.get(node, ""), behind) for node in nodes if is_reported(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
@@ -118,8 +117,7 @@ def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str])
 def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
     """Return the lines of the layers inside leaf modules."""
     names = first_names(model)
-    plan = plan_in(model)
-    inside = {} if plan is None else plan.inside
+    inside = {} if (plan := plan_in(model)) is None else plan.inside
     modules = modules_by_name(model)
     return [_line_inside(name, modules[name], inside[name], names) for name in inside if name in modules]
 

@@ -110,8 +110,7 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
 
 
 def _remedy(node: fx.Node) -> str:
-    gm = node.graph.owning_module
-    plan = plan_in(gm)
+    plan = plan_in(node.graph.owning_module)
     return "make it a module" if plan is not None and plan.tracing.measured else "pass example_inputs, or make it a module"
 
 

@@ -177,8 +177,7 @@ class LitertFile:
 
 def _computes_exactly(model: nn.Module) -> bool:
     """Return whether a model computes all its ops in the arithmetic of the reference kernels."""
-    plan = plan_in(model)
-    if plan is None:
+    if (plan := plan_in(model)) is None:
         return False
     return rounding_of(model) is LITERT.quantizes_as and all(how.kernel for how in plan.computed.values())
 
