@@ -200,7 +200,7 @@ def table_of_ranges(results: list[Result]) -> Table:
 
 def table_of_files(results: list[Result]) -> Table:
     """Return a table of the exported files."""
-    table = Table(title="Exported files: accuracy in onnxruntime, and quantized values that differ from it, of all compared")
+    table = Table(title="Exported files: accuracy in onnxruntime, and quantized values that differ, of all compared")
     for column in ("file", "accuracy %", "onnxruntime %", "weights", "quantizers", "layers", "not on this way"):
         table.add_column(column, justify="left" if column == "file" else "right")
     for result in results:

@@ -192,9 +192,10 @@ class _SideBySide(fx.Interpreter):
         return value
 
     def _is_quantized(self, node: fx.Node) -> bool:
-        if node.op not in ("call_module", "call_function", "call_method") or is_quantizer(node) or plan_in(self.gm) is None:
+        plan = plan_in(self.gm)
+        if plan is None or is_quantizer(node) or node.op not in ("call_module", "call_function", "call_method"):
             return False
-        verdict = verdict_now(node, self.gm.plan)
+        verdict = verdict_now(node, plan)
         return verdict.status is Status.QUANTIZED and verdict.cause is Cause.COMPUTED
 
     def _alone(self, node: fx.Node) -> Argument:

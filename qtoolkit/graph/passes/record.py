@@ -110,8 +110,8 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
 
 
 def _remedy(node: fx.Node) -> str:
-    plan = plan_in(node.graph.owning_module)
-    return "make it a module" if plan is not None and plan.tracing.measured else "pass example_inputs, or make it a module"
+    plan, remedy = plan_in(node.graph.owning_module), "make it a module"
+    return remedy if plan is not None and plan.tracing.measured else f"pass example_inputs, or {remedy}"
 
 
 def _takes_weights(node: fx.Node) -> bool:
