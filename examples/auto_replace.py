@@ -1,7 +1,7 @@
 """Quantize without tracing: replace a model's layers, compare ranges, find the worst layer, export PTQ, finetune, export QAT.
 
-For a CIFAR-10 ResNet-20, and for one with an early exit, a branch on values that cannot be traced. The latter gets a file for
-each way through it. Needs the files of shared/data: python examples/auto_replace.py --data ../shared/data
+On a CIFAR-10 ResNet-20, and on one that leaves early where it is sure, by a branch on values that no tracer takes: of that one
+a file is written for each way. Needs the files of shared/data: python examples/auto_replace.py --data ../shared/data
 """
 
 import argparse
@@ -151,7 +151,7 @@ def ways_of(model: nn.Module, images: Images) -> dict[str, Tensor]:
 
 
 def export(model: nn.Module, images: Images, out: Path, result: Result, step: str) -> None:
-    """Write and verify a file for each way through a model, and run it on the images that take the way."""
+    """Write a file for each way through a model, with its codes verified, and run it on the images that take the way."""
     for way, chosen in ways_of(model, images).items():
         x, labels = images.test[chosen], images.test_labels[chosen]
         name = f"{step}{way}"
@@ -200,8 +200,8 @@ def table_of_ranges(results: list[Result]) -> Table:
 
 def table_of_files(results: list[Result]) -> Table:
     """Return a table of the exported files."""
-    table = Table(title="Exported files: accuracy in onnxruntime, and quantized values that differ, of all compared")
-    for column in ("file", "accuracy %", "onnxruntime %", "weights", "quantizers", "layers", "not on this way"):
+    table = Table(title="Exported files: accuracy in onnxruntime, and codes that differ from it, of all compared")
+    for column in ("file", "accuracy %", "onnxruntime %", "weight codes", "quantizers", "layers", "not on this way"):
         table.add_column(column, justify="left" if column == "file" else "right")
     for result in results:
         for step, export in result.exports.items():

@@ -4,11 +4,11 @@ The network of "Objects as Points" (arXiv 1904.07850) on torchvision's ResNet-50
 convolutions with batch norm and ReLU, and a head each for the heat map (hm), the boxes' sizes (wh) and the centers' offsets
 (reg). The shapes are drawn as they are needed, so nothing is downloaded: python examples/centernet.py
 
-It prints every quantized layer, the worst first (cosine and SQNR alone, accumulated, and of its weight), how many quantized
-values differ in onnxruntime, and COCO's AP of the float and the int8 model (docs/centernet.md has the figures). It exits with
-a message and status 1 if a layer's own cosine is not above 0.99, if the int8 model's AP differs by more than a point from the
-float model's, or if the float model has learned too little to tell. The folder `--out` keeps the trained weights (a second
-run with the same options does not train again), the drawing and the ONNX file.
+It prints every quantized layer from the worst on (cosine and SQNR of its own, accumulated, of its weight), how many of
+onnxruntime's codes differ, and COCO's AP of the float and the int8 model (docs/centernet.md has the figures). It fails, with
+a sentence and exit code 1, where a layer's own cosine is not above 0.99, where the int8 model's AP is more than a point
+below or above the float model's, or where the float model has learned too little for that to say anything. The folder
+`--out` keeps the trained weights (a second run with the same options does not train again), the drawing and the ONNX file.
 """
 
 import argparse
@@ -234,7 +234,7 @@ def config() -> qt.QConfigMapping:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The models, files and measurements of `quantize`."""
+    """What `quantize` has made and measured."""
 
     converted: nn.Module
     comparison: qt.debug.Comparison
@@ -255,13 +255,13 @@ def quantize(model: CenterNet, size: int, calibration: int, out: Path) -> Result
 
 
 def trained(args: argparse.Namespace) -> CenterNet:
-    """Return the float model, trained now, or by an earlier run with the same options."""
+    """Return the float model, trained or as an earlier run with the same options has left it."""
     torch.manual_seed(0)
     model = CenterNet(args.backbone, args.width)
     options = (args.backbone, args.width, args.train_size, args.steps, args.batch, args.rate)
     weights = args.out / f"{'_'.join(map(str, options))}.pt"
     if weights.exists():
-        print(f"The float model is from an earlier run: {weights}")
+        print(f"The float model is the one of an earlier run: {weights}")
         model.load_state_dict(torch.load(weights, weights_only=True))
         return model
     args.out.mkdir(parents=True, exist_ok=True)

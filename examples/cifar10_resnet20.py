@@ -1,4 +1,4 @@
-"""Quantization of a CIFAR-10 ResNet-20, after training or in QAT (--steps), verified value by value in onnxruntime.
+"""Quantization of a CIFAR-10 ResNet-20, after training or with it (--steps), checked code by code in onnxruntime.
 
 Needs the files of shared/data (real weights, real images): python examples/cifar10_resnet20.py --data ../shared/data
 """
@@ -170,7 +170,7 @@ def main() -> None:
         "QAT %" if args.steps else "PTQ %",
         "onnxruntime %",
         "same class %",
-        "weights",
+        "weight codes",
         "quantizers",
         "layers",
     ):
@@ -182,7 +182,7 @@ def main() -> None:
         counts = (f"{c.differing} / {c.compared:,}" for c in (v.weight_codes, v.quantizer_codes, v.layer_codes))
         table.add_row(backend, *figures, *counts)
     Console(width=130).print(table)
-    print("The last three columns: quantized values that differ from onnxruntime's, of all compared.")
+    print("The last three columns: codes that differ from onnxruntime's, of all compared.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """From a float CNN to a verified int8 (and int4) ONNX model, on the handwritten digits that ship with scikit-learn.
 
 Float training, post-training quantization, quantization-aware training with learned scales, conversion, export, and the
-comparison of every quantized value with onnxruntime: python examples/digits.py
+comparison of every integer code with onnxruntime: python examples/digits.py
 """
 
 import argparse
@@ -126,7 +126,7 @@ def main() -> None:
         "QAT",
         "onnxruntime",
         "file KiB",
-        "values that differ",
+        "codes that differ",
     ):
         table.add_column(column, justify="right")
     for bits in (8, 4):

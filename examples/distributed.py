@@ -1,10 +1,10 @@
-"""Quantization-aware training in several processes that resumes after an interruption, on handwritten digits.
+"""Quantization-aware training in several processes that goes on where it was stopped, on handwritten digits.
 
 torchrun --nproc-per-node 2 examples/distributed.py --out run
 
 Each rank trains on its share of the data by DistributedDataParallel, on the CPU. Every `--every` steps all ranks write a
-checkpoint together. If a process is killed, the others exit with a message, and the same command resumes from the latest
-checkpoint. The result is bit for bit the same as without the interruption. It needs scikit-learn and the extra [checkpoint].
+checkpoint together. If a process is killed, the others end with a sentence, and the same command goes on from the latest one:
+the result is the uninterrupted one, bit for bit. It needs scikit-learn and the extra [checkpoint].
 """
 
 import argparse
@@ -42,7 +42,7 @@ def digits() -> TensorDataset:
 
 
 def batches(data: TensorDataset, epochs: int, done: int) -> Iterator[list[Tensor]]:
-    """Return this rank's batches, without the first steps."""
+    """Return this rank's batches, less those of the first steps."""
     sampler = DistributedSampler(data)
     # A generator of its own: a loader draws a number each time that it begins, and a resumed training begins once more.
     loader = DataLoader(data, BATCH, sampler=sampler, drop_last=True, generator=torch.Generator())

@@ -31,7 +31,7 @@ class Result:
         float_accuracy: Of the float model.
         fronts: The front by each estimate, with accuracies.
         sizes: The size in bytes with the same choice for all layers but the first and the last.
-        accuracies: For each of these, its accuracy ("uniform"), and the accuracy that each estimate reaches at its size.
+        accuracies: For each of these, its accuracy ("uniform"), and that of what each estimate finds for its size.
     """
 
     float_accuracy: float

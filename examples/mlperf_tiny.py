@@ -3,9 +3,9 @@
 python examples/mlperf_tiny.py --data ../shared/data      needs the files of shared/data; an hour on one core
 
 The float network is trained on the 50,000 images as JPEG, with the labels and the classes of a trained ResNet-20; an ended
-training resumes after its last epoch (--checkpoints). Each quantized file has int8 inputs and outputs. Its accuracy is
-measured in LiteRT on the 10,000 test images as JPEG, and on 1,000 of them with exact pixels (MLPerf Tiny's). The last column
-compares all quantized values with the model's, in LiteRT with the delegate XNNPACK.
+training goes on at its last epoch (--checkpoints). Each quantized file has int8 codes at both ends. Its accuracy is that in
+LiteRT on the 10,000 test images as JPEG, and on those 1,000 of them whose exact pixels, MLPerf Tiny's, are there. The last
+column compares all codes on the way with the model's, in LiteRT with the delegate XNNPACK.
 """
 
 import argparse
@@ -87,8 +87,8 @@ class Row:
         exact: The accuracy of the file on the exact pixels.
         bytes: The size of the file.
         milliseconds: The latency of an image, with the delegate and one thread.
-        differing: How many quantized values differ from the model's; None for the float file.
-        compared: How many quantized values are compared.
+        differing: How many codes on the way differ from the model's; None of the float file.
+        compared: How many codes are compared.
     """
 
     name: str
@@ -207,7 +207,7 @@ def accuracy_of_file(path: Path, images: Tensor, labels: Tensor) -> float:
 
 
 def as_given(x: np.ndarray, given: dict[str, Any]) -> np.ndarray:
-    """Return an image as floats, or as the integers that a file takes."""
+    """Return an image as floats, or as the codes that a file takes."""
     if given["dtype"] is np.float32:
         return x
     scale, zero_point = given["quantization"]
@@ -239,10 +239,10 @@ def row_of(name: str, simulated: float, path: Path, data: Data, exact: tuple[Ten
 
 
 def quantized_row(name: str, prepared: nn.Module, data: Data, exact: tuple[Tensor, Tensor], folder: Path) -> Row:
-    """Write a quantized model as a file, compare all values on the exact pixels, and measure it.
+    """Write a quantized model as a file, compare all codes on the exact pixels, and measure it.
 
     Raises:
-        RuntimeError: The file's values differ from the model's.
+        RuntimeError: The codes of the file are not those of the model.
     """
     example, path = data.test[0][:1], folder / f"{name.replace(' ', '_')}.tflite"
     qt.export_litert(prepared, example, path, io_type="int8", verify=False)
@@ -290,7 +290,7 @@ def main() -> None:
     _, tested, with_exact = args.images
     title = f"MLPerf Tiny's ResNet-8, CIFAR-10: {tested:,} test images as JPEG, {with_exact:,} with exact pixels"
     table = Table(title=title)
-    for column in ("model", "PyTorch %", "LiteRT %", "exact pixels %", "KiB", "ms", "values that differ"):
+    for column in ("model", "PyTorch %", "LiteRT %", "exact pixels %", "KiB", "ms", "codes that differ"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in run(data, exact, (args.epochs, args.qat_epochs), args.checkpoints, args.out):
         figures = f"{row.simulated:.2f}", f"{row.accuracy:.2f}", f"{row.exact:.2f}", f"{row.bytes / 1024:.0f}"
