@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import json
 import os
 import runpy
 import shutil
@@ -38,7 +39,7 @@ def main() -> int:
     end_on_interrupt()
     arguments = parser().parse_args()
     if arguments.command == "examples":
-        return copy_examples(Path(arguments.folder))
+        return copy_examples(Path(arguments.folder), arguments.json)
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     import qtoolkit
 
@@ -53,15 +54,15 @@ def main() -> int:
     return run(arguments)
 
 
-def copy_examples(folder: Path) -> int:
+def copy_examples(folder: Path, as_json: bool = False) -> int:
     """Copy the examples into a new folder, and print what each script shows; return the exit code."""
     if folder.exists():
         sys.stderr.write(f"qtoolkit: {str(folder)!r} exists; name a new folder: qtoolkit examples FOLDER.\n")
         return 2
     shutil.copytree(_folder_of_examples(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for script in sorted(folder.rglob("*.py")):
-        docstring = ast.get_docstring(ast.parse(script.read_text())) or ""
-        print(f"{script}: {docstring.partition(chr(10))[0]}")
+    scripts = sorted(folder.rglob("*.py"))
+    shown = {str(script): (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n")[0] for script in scripts}
+    print(json.dumps(shown) if as_json else "\n".join(f"{script}: {text}" for script, text in shown.items()))
     return 0
 
 
@@ -106,10 +107,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(command="info", files=[], json=False)  # without a command
     commands = parser.add_subparsers(metavar="command")
-    for add in (_add_quantize, _add_lint, _add_verify, _add_info):
+    for add in (_add_quantize, _add_lint, _add_verify, _add_info, _add_examples):
         command = add(commands)
         command.add_argument("--json", action="store_true", help="print JSON, as docs/command_line.md describes it")
-    _add_examples(commands)
     return parser
 
 
@@ -176,9 +176,10 @@ def _add_info(commands: Commands) -> argparse.ArgumentParser:
     return command
 
 
-def _add_examples(commands: Commands) -> None:
+def _add_examples(commands: Commands) -> argparse.ArgumentParser:
     command = _add(commands, "examples", "copy the example scripts into a new folder")
     command.add_argument("folder", nargs="?", default="examples", metavar="FOLDER", help="its name (default: examples)")
+    return command
 
 
 def _add_files(command: argparse.ArgumentParser, count: str, text: str) -> None:

@@ -172,14 +172,6 @@ def test_the_wheel_works_where_no_compiler_is(bare: Bare, tmp_path: Path) -> Non
     assert bare.run(str(bare.folder / "bin" / "qtoolkit"), "info", "--json", at=tmp_path).startswith("{")
 
 
-@pytest.mark.slow
-def test_the_wheel_has_the_examples(bare: Bare, tmp_path: Path) -> None:
-    copied = bare.run(str(bare.folder / "bin" / "qtoolkit"), "examples", at=tmp_path)
-    assert "examples/digits.py: From a float CNN to a verified int8" in copied
-    ours = {path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.*") if "__pycache__" not in path.parts}
-    found = {path.relative_to(tmp_path) for path in (tmp_path / "examples").rglob("*.*")}
-    assert found == ours - {Path("examples/mlperf_tiny.py")}  # which needs the benchmarks of the repository
-
 
 # Runs the programs of each task in a process of its own, forked from one that has imported torch and the package.
 RUN_TASKS = """
@@ -202,6 +194,15 @@ for task, programs in json.load(open("tasks.json")).items():
         failed.append(task)
 sys.exit(f"failed: {failed}" if failed else 0)
 """
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_examples(bare: Bare, tmp_path: Path) -> None:
+    copied = bare.run(str(bare.folder / "bin" / "qtoolkit"), "examples", at=tmp_path)
+    assert "examples/digits.py: From a float CNN to a verified int8" in copied
+    ours = {path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.*") if "__pycache__" not in path.parts}
+    found = {path.relative_to(tmp_path) for path in (tmp_path / "examples").rglob("*.*")}
+    assert found == ours - {Path("examples/mlperf_tiny.py")}  # which needs the benchmarks of the repository
 
 
 @pytest.mark.sweep
