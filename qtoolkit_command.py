@@ -1,12 +1,16 @@
 """The command `qtoolkit`. It is outside of the package: help does not import torch, and Ctrl-C works during the import."""
 
 import argparse
+import ast
+import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +39,8 @@ def main() -> int:
     """Run the command line of `qtoolkit.cli`; return its exit status."""
     end_on_interrupt()
     arguments = parser().parse_args()
+    if arguments.command == "examples":
+        return copy_examples(Path(arguments.folder), arguments.json)
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     import qtoolkit
 
@@ -47,6 +53,28 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run(arguments)
+
+
+def copy_examples(folder: Path, as_json: bool = False) -> int:
+    """Copy the examples into a new folder, and print what each script shows; return the exit code."""
+    if folder.exists():
+        sys.stderr.write(f"qtoolkit: {str(folder)!r} exists; name a new folder: qtoolkit examples FOLDER.\n")
+        return 2
+    shutil.copytree(_folder_of_examples(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    scripts = sorted(folder.rglob("*.py"))
+    shown = {str(script): (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n")[0] for script in scripts}
+    print(json.dumps(shown) if as_json else "\n".join(f"{script}: {text}" for script, text in shown.items()))
+    return 0
+
+
+def _folder_of_examples() -> Path:
+    """Return the folder of the installed examples; in a checkout the one beside this file."""
+    try:
+        installed = files("torch-qtoolkit") or []
+    except PackageNotFoundError:
+        installed = []
+    places = [Path(str(file.locate())) for file in installed if file.parts[-2:] == ("examples", "digits.py")]
+    return places[0].parent if places else Path(__file__).with_name("examples")
 
 
 def end_on_interrupt() -> None:
@@ -80,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(command="info", files=[], json=False)  # without a command
     commands = parser.add_subparsers(metavar="command")
-    for add in (_add_quantize, _add_lint, _add_verify, _add_info):
+    for add in (_add_quantize, _add_lint, _add_verify, _add_info, _add_examples):
         command = add(commands)
         command.add_argument("--json", action="store_true", help="print JSON (see docs/command_line.md)")
     return parser
@@ -153,6 +181,12 @@ def _add_verify(commands: Commands) -> argparse.ArgumentParser:
 def _add_info(commands: Commands) -> argparse.ArgumentParser:
     command = _add(commands, "info", "describe files, or the installation if no file is given")
     _add_files(command, "*", "ONNX files")
+    return command
+
+
+def _add_examples(commands: Commands) -> argparse.ArgumentParser:
+    command = _add(commands, "examples", "copy the example scripts into a new folder")
+    command.add_argument("folder", nargs="?", default="examples", metavar="FOLDER", help="its name (default: examples)")
     return command
 
 

@@ -19,6 +19,7 @@ KEPT = re.compile(r"(<pre\b.*?</pre>|<a\b.*?</a>|<autoref\b.*?</autoref>|<h\d\b.
 # How much more the search makes of a page, by the beginning of its path.
 BOOSTS = {
     "troubleshooting": 4,
+    "gpu": 4,  # whose subject other pages name in titles: CUDA
     **dict.fromkeys(
         (
             "quickstart",

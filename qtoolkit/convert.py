@@ -12,7 +12,7 @@ from qtoolkit.eager.unreached import leave_in_float, unreached_layers
 from qtoolkit.errors import check_known, shown, some, warn, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign import refuse_foreign_quantizers
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.passes import freeze, integers
 from qtoolkit.graph.plan import Tracing
 from qtoolkit.model_state import deepcopy_model
@@ -133,7 +133,7 @@ def _check_chains_and_branches(model: nn.Module) -> None:
     """Raise ValueError for a batch norm that was replaced, and a graph with training mode's branch in eval mode."""
     check_links(model)
     for gm in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
-        tracing = Tracing() if gm.plan is None else gm.plan.tracing
+        tracing = Tracing() if (plan := plan_in(gm)) is None else plan.tracing
         if tracing.training and tracing.branches:
             raise ValueError(
                 f"convert: Python branches on self.training in {', '.join(tracing.branches)}, and the graph has the "
@@ -152,17 +152,17 @@ def _runtime_for(model: nn.Module, arithmetic: str, runtime: str | None) -> Runt
                 f"or leave runtime out."
             )
         return None
-    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+    if (plan := plan_in(model)) is None:
         raise ValueError(
             f'convert: arithmetic="integer" needs the graph of the model, to know the quantizer of each output; quantize it '
             f"by qtoolkit.prepare, got {with_article(type(model))} without a graph."
         )
     if any(parameter.dtype != torch.float32 for parameter in model.parameters() if parameter.is_floating_point()):
         raise ValueError('convert: arithmetic="integer" needs a model in float32; convert model.float().')
-    name = model.plan.backend.runtime if runtime is None else runtime
+    name = plan.backend.runtime if runtime is None else runtime
     if name is None:
         raise ValueError(
-            f'convert: arithmetic="integer": the backend {model.plan.backend.name!r} has no runtime with published '
+            f'convert: arithmetic="integer": the backend {plan.backend.name!r} has no runtime with published '
             f"arithmetic; name one in runtime=: {', '.join(map(repr, RUNTIMES))}."
         )
     check_known("runtime", name, RUNTIMES)

@@ -101,7 +101,10 @@ def test_the_landing_page_shows_figures_code_and_install(page: Page, site: str, 
         assert page.evaluate(f"document.querySelector('article').textContent.includes({json.dumps(words)})")
 
 
-@pytest.mark.parametrize(("task", "place", "words"), pages.tasks(), ids=lambda value: value)
+SEARCHED = [*pages.tasks(), ("train on a GPU", "gpu.html", "cuda")]
+
+
+@pytest.mark.parametrize(("task", "place", "words"), SEARCHED, ids=lambda value: value)
 def test_a_search_finds_the_page_of_a_task(page: Page, site: str, task: str, place: str, words: str) -> None:
     page.open(f"{site}?q={words.replace(' ', '%20')}", width=WIDE)
     page.evaluate(

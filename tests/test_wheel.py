@@ -39,7 +39,7 @@ def tree(tmp_path_factory) -> Path:
     """A copy of what a build reads."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    for name in ("qtoolkit", "csrc"):
+    for name in ("qtoolkit", "csrc", "examples"):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for file in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / file, tree)
@@ -285,6 +285,15 @@ for task, programs in json.load(open("tasks.json")).items():
         failed.append(task)
 sys.exit(f"failed: {failed}" if failed else 0)
 """
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_examples(bare: Bare, tmp_path: Path) -> None:
+    copied = bare.run(str(bare.folder / "bin" / "qtoolkit"), "examples", at=tmp_path)
+    assert "examples/digits.py: From a float CNN to a verified int8" in copied
+    ours = {path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.*") if "__pycache__" not in path.parts}
+    found = {path.relative_to(tmp_path) for path in (tmp_path / "examples").rglob("*.*")}
+    assert found == ours - {Path("examples/mlperf_tiny.py")}  # which needs the benchmarks of the repository
 
 
 @pytest.mark.sweep

@@ -1,12 +1,12 @@
-"""How many codes of the model differ in the deployed file, end to end, with float and with integer arithmetic.
+"""How many quantized values differ between a model, in float and in integer arithmetic, and its file in a runtime.
 
 python -m benchmarks.pages.codes               prints the table (about 5 minutes)
 python -m benchmarks.pages.codes --quick       two small networks
 python -m benchmarks.pages.codes --json FILE   writes the figures too
 
-Networks of timm have random weights, and batch norms of two batches; ResNet-20 has the real weights and images of shared/data,
-and is left out where these are missing. Each file runs in the runtime at its default settings; every code of every quantizer is
-compared end to end, and layer by layer from the runtime's own codes (`qtoolkit.export.verify`).
+timm's networks have random weights, and batch norms with the statistics of two batches. ResNet-20 has the weights and images
+of shared/data, and is left out if these are missing. Each file runs in the runtime at its default settings. All quantized
+values are compared end to end, and layer by layer from the runtime's own values (`qtoolkit.export.verify`).
 """
 
 import argparse
@@ -35,9 +35,9 @@ RUNTIMES = ("onnxruntime", "openvino")
 
 @dataclass(frozen=True)
 class Row:
-    """Codes of one network in one runtime, which of them differ from the model's by arithmetic, and by how many steps.
+    """The quantized values of one network in one runtime: how many differ from the model's, and by how many steps.
 
-    "begun": the differences that begin at a quantizer, whose layer the model computes from the runtime's own codes.
+    "begun": the differences that begin at a quantizer; the model computes its layer from the runtime's own values.
     """
 
     network: str
@@ -102,9 +102,9 @@ def main() -> None:
     args = parser.parse_args()
     chosen = networks(QUICK, None, 64) if args.quick else networks(NETWORKS, DATA, 96)
     rows = [row for network in tqdm(chosen, desc="networks") for row in rows_of(*network)]
-    table = Table(title="codes that differ in the deployed file")
+    table = Table(title="quantized values that differ")
     counted = ("float arithmetic", "integer arithmetic", "integer, layer by layer")
-    for column in ("network", "runtime", "codes", *counted, "layers in float there"):
+    for column in ("network", "runtime", "values", *counted, "layers in float"):
         table.add_column(column, justify="left" if column in ("network", "runtime") else "right")
     for r in rows:
         shares = (

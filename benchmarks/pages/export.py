@@ -59,7 +59,7 @@ class Row:
         milliseconds: Median time of a run.
         ratio: As a multiple of the float file's.
         spread: The widest interquartile range in the comparison, as a share of its median.
-        in_integers: How many nodes of the runtime's graph compute on codes.
+        in_integers: How many nodes of the runtime's graph compute in integers.
         in_float: How many compute in float.
         accuracy: On real data, in `unit`; None without data.
         unit: The unit of the accuracy.
@@ -123,7 +123,7 @@ def calibrated(subject: Subject, example: Tensor, runtime: str, config: qt.QConf
 
 
 def files_of_litert(subject: Subject, folder: Path) -> Files:
-    """Write the files of a model for LiteRT. All ops of the float file compute in float, those of the peer's are not known."""
+    """Write the files of a model for LiteRT. The float file has float ops alone; the other tool's are unknown."""
     paths, layers = litert_files.write_files(subject.model, subject.example[:1], subject.calibration, folder)
     of_file = {FLOAT: [replace(layer, integer=False) for layer in layers], OURS: layers}
     return {name: (path, of_file.get(name, ())) for name, path in paths.items()}

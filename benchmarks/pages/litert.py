@@ -1,4 +1,4 @@
-"""Codes that differ in LiteRT's files, their size and their latency.
+"""Quantized values that differ in LiteRT's files, their size and their latency.
 
 python -m benchmarks.pages.litert          prints the table (some minutes)
 python -m benchmarks.pages.litert --quick  small networks alone
@@ -6,11 +6,10 @@ python -m benchmarks.pages.litert --json FILE  writes the figures too
 python -m benchmarks.pages.litert --peers  size, latency and accuracy beside ai-edge-quantizer (0.10.0), which must be installed
 python -m benchmarks.pages.litert --peers --checkpoints build/mlperf_tiny  as trained by examples/mlperf_tiny.py (an hour)
 
-ResNet-20 has the real weights and images of shared/data, and FSRCNN its trained ones; both are left out where these are
-missing. The others have random weights, and batch norms of two batches. With the reference kernels, which round twice behind
-sums, all codes are compared with those of the model in float arithmetic, and of `qtoolkit.convert(arithmetic="integer",
-runtime="litert")`; with the delegate XNNPACK, with those of
-`qtoolkit.convert(arithmetic="integer")`.
+ResNet-20 has the weights and images of shared/data, and FSRCNN its trained weights; both are left out if these are missing. The
+others have random weights, and batch norms with the statistics of two batches. All values of the reference kernels, which round
+twice after sums, are compared with the model in float arithmetic and in `qtoolkit.convert(arithmetic="integer",
+runtime="litert")`. All values of the delegate XNNPACK are compared with `qtoolkit.convert(arithmetic="integer")`.
 """
 
 import argparse
@@ -75,7 +74,7 @@ def _with_norm(layer: nn.Conv2d) -> tuple[nn.Module, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """One network in LiteRT. Shares are of all codes, end to end ("all") and from the runtime's own codes ("begun")."""
+    """One network in LiteRT. Shares of quantized values: end to end ("all"), and from the runtime's own values ("begun")."""
 
     network: str
     codes: int
@@ -185,7 +184,7 @@ def print_peers(found: Iterable[Peer], console: Console) -> None:
 
 
 def row_of(name: str, model: nn.Module, calibration: Tensor, x: Tensor) -> Row:
-    """Quantize a network, write its file, and compare all codes."""
+    """Quantize a network, write its file, and compare all quantized values."""
     prepared = qt.prepare(model, (x[:1],), backend="litert")
     qt.calibrate(prepared, calibration.split(32), progress=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +223,7 @@ def main() -> None:
     rows = [row_of(*network) for network in tqdm(networks(DATA, args.quick), desc="networks")]
     table = Table(title="LiteRT's files")
     columns = (
-        "network", "codes", "reference: end to end", "layer by layer", "in integers: codes", "XNNPACK: end to end",
+        "network", "values", "reference: end to end", "layer by layer", "in integers: values", "XNNPACK: end to end",
         "layer by layer", "steps", "in float", "KiB", "ms",
     )  # fmt: skip
     for column in columns:

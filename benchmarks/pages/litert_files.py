@@ -20,7 +20,7 @@ FLOAT, OURS, AI_EDGE = "float", "qtoolkit", "ai-edge-quantizer"
 
 
 def quantized_by_ai_edge(path: Path, calibration: Sequence[Tensor], out: Path) -> None:
-    """Quantize a float file after training by ai-edge-quantizer: weights and activations of int8, codes at both ends."""
+    """Quantize a float file after training by ai-edge-quantizer: int8 weights, activations, inputs and outputs."""
     from ai_edge_litert.interpreter import Interpreter
     from ai_edge_quantizer import quantizer, recipe
 
@@ -38,7 +38,7 @@ def write_files(
     """Write a model for one image in float, by qtoolkit and by ai-edge-quantizer, where it is installed and takes it.
 
     Returns:
-        The files, by who wrote them, and the ops that compute in qtoolkit's, which has codes at both ends.
+        The files, by the tool that wrote them, and the ops of qtoolkit's file, which has int8 inputs and outputs.
     """
     paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, AI_EDGE)}
     prepared = qt.prepare(model, image, backend="litert")

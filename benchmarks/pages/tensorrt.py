@@ -98,7 +98,7 @@ class Case:
 
 
 def write_float(case: Case, path: Path) -> None:
-    """Write the model in float16, but for its ends, by torch's exporter."""
+    """Write the model in float16 by torch's exporter; inputs and outputs are float32."""
     _write(Float16(copy.deepcopy(case.model)), case.x, path)
 
 
@@ -108,7 +108,7 @@ def _write(model: nn.Module, x: Tensor, path: Path) -> None:
 
 
 def write_quantized(case: Case, path: Path, float_type: FloatType = "float16") -> None:
-    """Write the quantized model. What it computes is compared on the engine, and not in onnxruntime too."""
+    """Write the quantized model. Its values are compared on the engine, not in onnxruntime."""
     qt.export_onnx(case.converted, case.x, path, float_type=float_type, verify=False, progress=False)
 
 
@@ -129,7 +129,7 @@ class File:
 
     Attributes:
         write: Writes it.
-        references: The types of PyTorch's model with which codes are compared. In float16 a layer rounds its result before it
+        references: The types of PyTorch's model with which values are compared. In float16 a layer rounds its result before it
             is quantized, which an int8 kernel need not do.
     """
 
@@ -150,7 +150,7 @@ if find_spec("modelopt"):
 def compared(
     engine: Engine, path: Path, case: Case, references: Sequence[FloatType], device: str
 ) -> dict[str, RuntimeCodes]:
-    """Compare the codes that an engine computes with PyTorch's in models of some types, as `qtoolkit.export.verify` does."""
+    """Compare an engine's quantized values with PyTorch's models of some types, as `qtoolkit.export.verify` does."""
     file, found = OnnxFile(path, OpenedFile.of(path), case.converted, [case.x], optimized=True), {}
     execution, nodes = file.executed_by(lambda path, x, nodes, *_: executed(engine, path, x, nodes, device))
     for float_type in references:
@@ -210,7 +210,7 @@ def codes_of(found: RuntimeCodes) -> Row:
         end_to_end: Each as PyTorch's model computes it by itself.
         layer_by_layer: Each as it computes it from the engine's values before: no difference spreads.
         by_quantizer: Both at each quantizer.
-        changed_by_reading: What the returned codes change in the engine's outputs (`tensorrt_engine.executed`).
+        changed_by_reading: What returning the values changes in the engine's outputs (`tensorrt_engine.executed`).
     """
     layers = found.layer_by_layer or {}
     by_quantizer = {name: [_counts(n), _counts(layers.get(name, n))] for name, n in found.by_quantizer.items()}

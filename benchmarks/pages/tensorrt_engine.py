@@ -188,7 +188,7 @@ class Engine:
 def executed(
     plain: Engine, path: Path, inputs: Sequence[Tensor], nodes: Sequence[QuantizerNode], device: str
 ) -> Executed:
-    """Return what an engine gives, with the codes at its quantizers: a second engine of the same file returns them too.
+    """Return an engine's outputs, and its quantized values, which a second engine of the same file returns.
 
     A tensor that is returned is written, which may keep layers from being fused: `changed_by_reading` says what that changes in
     the outputs.

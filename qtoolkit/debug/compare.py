@@ -21,7 +21,7 @@ from qtoolkit.debug.similarity import (
 from qtoolkit.eager.record import chains_of
 from qtoolkit.errors import check_flags
 from qtoolkit.graph.capture import trace
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.graph.passes import split_silu
 from qtoolkit.graph.passes.link_batch_norms import batch_norms
@@ -84,7 +84,7 @@ def compare(float_model: nn.Module, quantized: nn.Module, inputs: object, progre
         )
     traced = _trace(float_model, quantized, values)
     # Calls of layers inside leaf modules are not in the graph.
-    verdicts = {} if quantized.plan is None else quantized.plan.inside
+    verdicts = {} if (plan := plan_in(quantized)) is None else plan.inside
     inside = [name for name, verdict in verdicts.items() if verdict.status is Status.QUANTIZED]
     with torch.no_grad(), evaluating(traced), evaluating(quantized), freeze_ranges(quantized):
         reference = _Recorder(traced)
@@ -118,8 +118,8 @@ def _check(float_model: object, quantized: object) -> None:
 
 
 def _trace(float_model: nn.Module, quantized: QuantizedGraphModule, values: tuple[object, ...]) -> QuantizedGraphModule:
-    """Trace the float model with the options of `prepare`, and split the same modules."""
-    how = quantized.plan.tracing if quantized.plan is not None else Tracing()
+    """Trace the float model with the options of `prepare`, and split what it split."""
+    how = Tracing() if (plan := plan_in(quantized)) is None else plan.tracing
     traced = trace.run(
         float_model, how.leaf_modules, how.skip, how.concrete_args, example_inputs=values if how.measured else None
     ).gm
@@ -141,7 +141,7 @@ def _counterparts(traced: QuantizedGraphModule, quantized: QuantizedGraphModule)
     for node, follower in batch_norms(traced):
         if follower.name not in present or _is_linked(quantized, follower):
             names[node.name] = follower.name
-    computed = {} if quantized.plan is None else quantized.plan.computed
+    computed = {} if (plan := plan_in(quantized)) is None else plan.computed
     names |= {name: names[how.last] for name, how in computed.items() if how.last in names}
     lost = [n.name for n in quantized.graph.nodes if not is_quantizer(n) and n.name not in names]
     if lost:
@@ -193,9 +193,10 @@ class _SideBySide(fx.Interpreter):
         return value
 
     def _is_quantized(self, node: fx.Node) -> bool:
-        if node.op not in ("call_module", "call_function", "call_method") or is_quantizer(node) or self.gm.plan is None:
+        plan = plan_in(self.gm)
+        if plan is None or is_quantizer(node) or node.op not in ("call_module", "call_function", "call_method"):
             return False
-        verdict = verdict_now(node, self.gm.plan)
+        verdict = verdict_now(node, plan)
         return verdict.status is Status.QUANTIZED and verdict.cause is Cause.COMPUTED
 
     def _alone(self, node: fx.Node) -> Argument:
@@ -204,8 +205,8 @@ class _SideBySide(fx.Interpreter):
         return value
 
     def _entering(self, node: fx.Node) -> Argument:
-        """Return an input of an op: the float value, passed through the quantizers and transparent ops before the op."""
-        moves = self.gm.plan is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
+        """Return an input of an op: the float value after the quantizers and transparent ops before the op."""
+        moves = plan_in(self.gm) is not None and self.gm.plan.backend.role(kind_of(node)) == "transparent"
         return self._alone(node) if moves or is_quantizer(node) else clone_tensors(self._float(node))
 
     def _float(self, node: fx.Node) -> Argument:

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.extras import needed
 from qtoolkit.files import checked_path, write_atomically
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import plan_in
 from qtoolkit.graph.nodes import is_quantizer, kind_of, name_of
 from qtoolkit.graph.verdict_now import verdict_now
 from qtoolkit.nn import QuantModule
@@ -102,7 +102,7 @@ def _attributes(gm: fx.GraphModule, node: fx.Node) -> dict[str, str]:
             "shape": "ellipse",
             "class": "quantizer",
         }
-    plan = gm.plan if isinstance(gm, QuantizedGraphModule) else None
+    plan = plan_in(gm)
     verdict = None if plan is None or node.name not in plan.status else verdict_now(node, plan)
     status, text = (None, "") if verdict is None else (verdict.status, verdict.text)
     lines = [name_of(node), str(kind_of(node))]

@@ -7,7 +7,7 @@ from torch import nn
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import plan_in
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
@@ -46,14 +46,13 @@ def records_in(model: nn.Module) -> Iterator[tuple[str, EagerRecord]]:
 
 def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan of a model, else the first plan of its parts; None if none was prepared or replaced."""
-    if isinstance(model, QuantizedGraphModule):
-        return model.plan
-    return next((record.plan for _, record in records_in(model) if record.plan is not None), None)
+    plans = (record.plan for _, record in records_in(model) if record.plan is not None)
+    return plan_in(model) or next(plans, None)
 
 
 def backend_in(model: nn.Module) -> Backend | None:
     """Return the backend of a model, else of the first part that has one; None if none was prepared or replaced."""
-    plans = (part.plan if isinstance(part, QuantizedGraphModule) else record_of(part).plan for part in model.modules())
+    plans = (plan_in(part) or record_of(part).plan for part in model.modules())
     return next((plan.backend for plan in plans if plan is not None), None)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from qtoolkit.eager.record import record_of, set_record
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.plan import Plan
 from qtoolkit.nn import QuantModule, QuantWeighted
 from qtoolkit.nn.batch_norm import identity_of
@@ -49,7 +49,7 @@ def leave_in_float(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     for part, module in model.named_modules():
         prefix = f"{part}." if part else ""
         of_part = {name.removeprefix(prefix) for name in layers if name.startswith(prefix)}
-        if isinstance(module, QuantizedGraphModule) and module.plan is not None:
+        if isinstance(module, QuantizedGraphModule) and plan_in(module) is not None:
             module.plan = _without(module.plan, of_part)
         elif (record := record_of(module)).plan is not None:
             set_record(module, replace(record, plan=_without(record.plan, of_part)))

@@ -79,7 +79,6 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     the traced model, under their names, and the attributes in `kept`.
 
     Attributes:
-        plan: The decisions of prepare; None until they are made.
         kept: Values of the attributes that copies keep, by dotted name.
         aliases: All names of each shared submodule, by each of its names.
         calls: The calls of the model and its blocks, as tracing saw them; none until prepare is done: the nodes run alone.
@@ -92,7 +91,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         (True, ['0.weight', '0.bias'])
     """
 
-    plan: Plan | None
+    _plan: Plan | None = None
     kept: dict[str, object]
     aliases: dict[str, tuple[str, ...]]
     calls: tuple[BlockCall, ...]
@@ -120,7 +119,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         _check_names(root)
         result = cls(root, graph, name)
         _take_over(result, root)
-        result.plan, result.kept, result.aliases = plan, {}, _aliases(result)
+        result._plan, result.kept, result.aliases = plan, {}, _aliases(result)
         result._arithmetic = arithmetic
         result.divide(calls)
         for attribute, value in (kept or {}).items():
@@ -142,20 +141,33 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         self.products = {node.name: Product(len(node.args)) for node in self.graph.nodes if is_product_call(node)}
         self.link_sources()
         forward = compile_forward(self, calls, self.ops_in_training(), type(self)._traced_forward)
-        plan: Plan | None = vars(self).get("plan")
-        types = () if plan is None else plan.tracing.output_types
+        types = () if self._plan is None else self._plan.tracing.output_types
         type(self).forward = returning(forward, types)
 
     def link_sources(self) -> None:
         """Tell each layer the quantizer of its input, as the graph now is, and each product its operands' quantizers."""
-        plan = vars(self).get("plan")
-        if plan is not None:
-            link_sources(self.graph, plan.backend)
-            link_products(self.graph, plan.backend, self._arithmetic, self.products)
+        if self._plan is not None:
+            link_sources(self.graph, self._plan.backend)
+            link_products(self.graph, self._plan.backend, self._arithmetic, self.products)
 
     def ops_in_training(self) -> Mapping[str, Product] | None:
         """Return the products that the forward computes in its own way; None where it has only the ops of the graph."""
         return None if self._arithmetic == PLAIN else self.products
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions of prepare.
+
+        Raises:
+            RuntimeError: The model was traced, and not prepared.
+        """
+        if self._plan is None:
+            raise RuntimeError("plan: the model was traced and not prepared; call qtoolkit.prepare on the float model.")
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
 
     @property
     def training_arithmetic(self) -> TrainingArithmetic:
@@ -188,13 +200,12 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
                 yield holder, last
 
     def __setattr__(self, name: str, value: Any) -> None:
-        plan: Plan | None = vars(self).get("plan")
-        if plan is not None:
-            warn_of_traced_value(self, plan.tracing.values, name, value, "the prepared model")
+        if self._plan is not None:
+            warn_of_traced_value(self, self._plan.tracing.values, name, value, "the prepared model")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        refuse_removal(self if "plan" in vars(self) else None, name, self.model_class.__name__)
+        refuse_removal(self if "_plan" in vars(self) else None, name, self.model_class.__name__)
         super().__delattr__(name)
 
     def keep(self, name: str, value: object) -> None:
@@ -225,8 +236,8 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
             layer, bn = self.get_submodule(str(node.target)), self.get_submodule(name)
             if isinstance(layer, QuantWeighted) and layer.batch_norm is not bn and is_batch_norm(bn):
                 self.set_submodule(name, layer.replace_batch_norm(bn, name))
-        if mode and not self.training and self.plan is not None and not self.plan.tracing.training:
-            self._warn_of_branches(self.plan.tracing.branches)
+        if mode and not self.training and self._plan is not None and not self._plan.tracing.training:
+            self._warn_of_branches(self._plan.tracing.branches)
         super().train(mode)
         self.link_sources()  # modules may have been replaced
         if not mode:
@@ -285,7 +296,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         if not isinstance(result, QuantizedGraphModule):
             raise TypeError(f"copying gave {with_article(type(result))}.")
         _take_over(result, _bare({name: copy.deepcopy(vars(self)[name], memo) for name in HELD}))
-        result.plan, result.aliases, result._arithmetic = self.plan, self.aliases, self._arithmetic
+        result._plan, result.aliases, result._arithmetic = self._plan, self.aliases, self._arithmetic
         result.kept = copy.deepcopy(self.kept, memo)
         result.set_kept()
         result.divide(self.calls)
@@ -297,7 +308,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         # torch.fx traces the graph again when it is unpickled, without the meta of its nodes.
         facts = {node.name: facts_of(node) for node in self.graph.nodes if facts_of(node) != NodeFacts()}
         kind = ClassReference(self.model_class)
-        own = type(self).__name__, self.plan, self.kept, facts, self.calls, kind, self._arithmetic
+        own = type(self).__name__, self._plan, self.kept, facts, self.calls, kind, self._arithmetic
         return restore_graph_module, (rebuild, arguments, *own)
 
 
@@ -306,6 +317,11 @@ def _has_ranges(node: fx.Node) -> bool:
     sources = filter(is_quantizer, reached([node], lambda source: source.all_input_nodes))
     quantizers = map(module_of, sources)
     return all(quantizer.ready for quantizer in quantizers if isinstance(quantizer, TensorQuantizer))
+
+
+def plan_in(model: object) -> Plan | None:
+    """Return the plan of a model with a graph; None for a model that was traced and not prepared, and for all others."""
+    return model._plan if isinstance(model, QuantizedGraphModule) else None
 
 
 class QuantizedSequential(QuantizedGraphModule, nn.Sequential):

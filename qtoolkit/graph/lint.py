@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import check_flags
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.placement.view import ops_of
 from qtoolkit.graph.plan import Plan
 from qtoolkit.graph.verdict_now import verdict_now
@@ -38,7 +38,7 @@ def lint(model: QuantizedGraphModule, advice: bool = False) -> tuple[Finding, ..
         ()
     """
     check_flags("lint", advice=advice)
-    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+    if not isinstance(model, QuantizedGraphModule) or plan_in(model) is None:
         raise TypeError(
             f"lint: model must be what qtoolkit.prepare or qtoolkit.convert returned, got {type(model).__name__}."
         )

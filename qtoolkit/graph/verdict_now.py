@@ -4,7 +4,7 @@ import operator
 
 from torch import fx, nn
 
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.nodes import chooses_by_mode, is_quantizer, kind_of, name_of, owns_weight, tensor_inputs
 from qtoolkit.graph.placement.traversal import QuantizersBehind
 from qtoolkit.graph.plan import Plan
@@ -52,7 +52,7 @@ def ops_put_in(model: nn.Module) -> list[str]:
     return [
         f"{prefix}.{name_of(node)}" if prefix else name_of(node)
         for prefix, part in model.named_modules()
-        if isinstance(part, QuantizedGraphModule) and part.plan is not None
+        if isinstance(part, QuantizedGraphModule) and plan_in(part) is not None
         for node in part.graph.nodes
         if is_reported(node) and verdict_now(node, part.plan).cause is Cause.PUT_IN
     ]

@@ -9,7 +9,7 @@ from torch import nn
 from qtoolkit.backends import Backend
 from qtoolkit.eager.record import plans_in
 from qtoolkit.errors import some, warn
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.nodes import name_of, tensor_inputs
 from qtoolkit.graph.passes.integers import expected_grid, output_of, reached_quantizer
 from qtoolkit.graph.placement.traversal import quantizer_behind
@@ -77,7 +77,7 @@ def warn_of_lost_kernels(what: str, model: nn.Module, backend: Backend, known: S
 def _refusals(model: nn.Module) -> Found:
     """Yield the quantized layers with why the target computes them in float, by name; None where it does not by a config."""
     for prefix, part in model.named_modules():
-        if isinstance(part, QuantizedGraphModule) and part.plan is not None and part.plan.mapping is not None:
+        if isinstance(part, QuantizedGraphModule) and plan_in(part) is not None and part.plan.mapping is not None:
             yield from _below(prefix, chain(_in_graph(part, part.plan), _replaced(part, part.plan.backend)))
     for prefix, plan in plans_in(model):
         if plan.mapping is not None:

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from torch import fx, nn
 
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.layer_quantizers import INPUT, ITSELF, LayerQuantizer, layer_quantizers
 from qtoolkit.graph.module_calls import number_of
 from qtoolkit.graph.nodes import (
@@ -46,7 +46,7 @@ def report_of_graph(model: QuantizedGraphModule) -> QuantizationReport:
     every = layer_quantizers(model)
     held = [quantizer for quantizer in every if not quantizer.is_weights]
     trained = _trained(model)
-    behind = None if model.plan is None else QuantizersBehind(model.plan.backend)
+    behind = None if (plan := plan_in(model)) is None else QuantizersBehind(plan.backend)
     layers = [_layer_line(model, node, every, trained.get(node, ""), behind) for node in nodes if is_reported(node)]
     tensors = [_tensor_line(model, node, sources[str(node.target)]) for node in quantizers]
     layers += _lines_inside(model)
@@ -82,7 +82,7 @@ def _layer_line(
     trained: str,
     sources: QuantizersBehind | None,
 ) -> LayerLine:
-    plan = model.plan
+    plan = plan_in(model)
     verdict = NOT_PLANNED if plan is None else verdict_now(node, plan)
     how = None if plan is None else plan.computed.get(node.name)
     if how is not None:
@@ -117,7 +117,7 @@ def _tensor_line(model: QuantizedGraphModule, node: fx.Node, sources: list[str])
 def _lines_inside(model: QuantizedGraphModule) -> list[LayerLine]:
     """Return the lines of the layers inside leaf modules."""
     names = first_names(model)
-    inside = {} if model.plan is None else model.plan.inside
+    inside = {} if (plan := plan_in(model)) is None else plan.inside
     modules = modules_by_name(model)
     return [_line_inside(name, modules[name], inside[name], names) for name in inside if name in modules]
 

@@ -56,7 +56,7 @@ def test_the_specs_of_the_tables_can_be_built(spec: str) -> None:
     [
         pytest.param(program, id=name, marks=pytest.mark.slow if name == "mqbench" else ())
         for name, program in zip(
-            ("first", "mqbench", "calibrators", "torch.ao"),
+            ("first", "mqbench", "calibrators", "torch.ao", "freeze", "dynamic"),
             re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL),
             strict=True,
         )

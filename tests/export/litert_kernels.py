@@ -1,4 +1,4 @@
-"""LiteRT's reference kernels on int8 and int16 in numpy, op by op of a file: the formulas of docs/litert.md.
+"""LiteRT's reference kernels on int8 and int16 in numpy, op by op of a file: the formulas of docs/design/litert-kernels.md.
 
 Sources are files of tensorflow/lite/kernels, named at each formula; the numbers are those of the interpreter of ai-edge-litert.
 """

@@ -154,7 +154,7 @@ TENSORRT: Mapping[str, Rules] = {
     "concat": Rules(
         lambda: Net(lambda m, x: m.c4(torch.cat([F.relu(m.c1(x)), F.relu(m.c2(x))], 1)), c1=conv(16, 16), c2=conv(16, 16),
                     c4=conv(32, 16)),
-        ("c1", "c2", "c4"), differs="pair behind a concat", ours=("c1", "c2", "cat", "c4"),
+        ("c1", "c2", "c4"), differs="pair after a concat", ours=("c1", "c2", "cat", "c4"),
     ),
     "max pool between convolutions": Rules(
         between(lambda x: F.max_pool2d(F.relu(x), 2)), ("c1", "c2"), others=("max_pool2d",),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import some, warn
 from qtoolkit.graph.capture.rewrites.both_modes import keep_eval
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.passes import link_inputs
 from qtoolkit.graph.passes.link_batch_norms import fold
 from qtoolkit.model_state import check_numbers
@@ -116,7 +116,7 @@ def _run_on_graph(gm: QuantizedGraphModule) -> None:
     keep_eval(gm.graph)
     for name, quantizer in quantizers_of(gm).items():
         gm.set_submodule(name, quantizer.to_grid())
-    if gm.plan is not None:
+    if plan_in(gm) is not None:
         link_inputs.run(gm, gm.plan.backend)  # to the grids
     gm.graph.lint()
     gm.recompile()

@@ -7,7 +7,7 @@ from itertools import chain, count
 
 from torch import fx, nn
 
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.layer_quantizers import layer_edges
 from qtoolkit.graph.nodes import QuantizerHolder, chooses_by_mode, is_output, is_quantizer, kind_of, readers_of
 from qtoolkit.graph.placement import decide
@@ -45,7 +45,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
             _insert_weights(gm, roles, of_functions)
         )  # first: their values are computed by the graph as it is
         edges = [*_insert_activations(gm, quantizers), *weights, *layer_edges(gm)]
-        plan = gm.plan or Plan(rules.backend)
+        plan = plan_in(gm) or Plan(rules.backend)
         gm.plan = replace(plan, status={**left, **plan.status}, edges=tuple(edges))
         gm.graph.lint()
         gm.recompile()

@@ -11,7 +11,7 @@ from torch import fx
 
 from qtoolkit.errors import with_article
 from qtoolkit.graph.capture.rewrites.in_place import changes_first
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.module_calls import ModuleCalls, call_of_layer, number_calls
 from qtoolkit.graph.nodes import (
     bounds_of,
@@ -60,7 +60,7 @@ def run(gm: QuantizedGraphModule, runtime: Runtime) -> QuantizedGraphModule:
     if not list(gm.get_submodule(holder).children()):
         gm.delete_submodule(holder)
     _link_outputs(gm, runtime, calls)
-    if gm.plan is not None:
+    if plan_in(gm) is not None:
         gm.plan = replace(gm.plan, computed=computed)
     gm.graph.lint()
     gm.recompile()
@@ -157,7 +157,7 @@ def _replace_function(gm: QuantizedGraphModule, node: fx.Node, source: Grid, run
     kernel = runtime.kernel_of(layer, source, output)
     if isinstance(kernel, Refusal):
         return Computed.in_float(kernel)
-    if gm.plan is not None and rounding_of(bias_node(node)) is not None:
+    if plan_in(gm) is not None and rounding_of(bias_node(node)) is not None:
         layer.layer_calls = (LayerCall(integer_bias=True, sums_over=source_of_input(node, gm.plan.backend)),)
     computes = kernel(layer, source, output, layer.layer_calls[0])
     _call(gm, node, FunctionKernel(callable_of(node), computes, kind_of(node).name, name_of(node)), holder)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from qtoolkit.config import QConfig
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.plan import Plan
 from qtoolkit.layer_rules import LayerDecision, LayerRules
 from qtoolkit.nn import QuantModule
@@ -38,7 +38,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     replace_layers(gm, names, choose, rules.table)
     layers = {name: module for name, module in modules_in(gm, names) if _is_layer(module)}
     verdicts = {n: (replaced.get(n) or decide(n, module)).verdict for n, module in layers.items()}
-    plan = gm.plan or Plan(rules.backend)
+    plan = plan_in(gm) or Plan(rules.backend)
     status = {**plan.status, **{node.name: _summary(str(node.target), verdicts) for node in nodes}}
     gm.plan = dataclasses.replace(plan, status=status, inside={**plan.inside, **verdicts})
     return gm

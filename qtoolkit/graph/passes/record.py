@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.backends import QUANTIZED_ROLES
 from qtoolkit.errors import with_article
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
 from qtoolkit.graph.nodes import is_discrete, is_quantizer, is_weight_quantizer, kind_of, name_of, tensor_inputs
 from qtoolkit.graph.passes.fold_ahead import why_not_ahead
 from qtoolkit.graph.passes.link_batch_norms import NO_LAYER, Links
@@ -32,7 +32,7 @@ NOT_TRACED = "a function that takes weights and is not traced"
 
 def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
     """Add to the model's plan the verdict on each op, for quantization_report."""
-    plan = gm.plan or Plan(rules.backend)
+    plan = plan_in(gm) or Plan(rules.backend)
     roles, links, behind = Roles(gm.graph, rules), Links(gm.graph, rules), QuantizersBehind(rules.backend)
     nodes = [n for n in gm.graph.nodes if not is_quantizer(n)]
     status = {**{n.name: _verdict(n, roles, links, behind) for n in nodes}, **plan.status}
@@ -110,9 +110,8 @@ def _verdict_on_float(node: fx.Node, roles: Roles) -> Verdict:
 
 
 def _remedy(node: fx.Node) -> str:
-    gm = node.graph.owning_module
-    measured = isinstance(gm, QuantizedGraphModule) and gm.plan is not None and gm.plan.tracing.measured
-    return "make it a module" if measured else "pass example_inputs, or make it a module"
+    plan, remedy = plan_in(node.graph.owning_module), "make it a module"
+    return remedy if plan is not None and plan.tracing.measured else f"pass example_inputs, or {remedy}"
 
 
 def _takes_weights(node: fx.Node) -> bool:

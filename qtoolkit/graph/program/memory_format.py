@@ -106,8 +106,8 @@ def _computes_on_codes(layer: Any, pixels: int) -> bool:
 
 
 def _takes_any_strides(gm: fx.GraphModule) -> bool:
-    """Return whether the model computes the same for any strides: it has no views, nor Python that was not traced."""
-    plan = vars(gm).get("plan")
+    """Return whether the model computes the same for any strides: it has no views, nor code that was not traced."""
+    plan = vars(gm).get("_plan")
     if plan is None or plan.tracing.leaf_modules or plan.tracing.skip:
         return False
     return not any(node.op == "call_method" and node.target in OF_STRIDES for node in gm.graph.nodes)

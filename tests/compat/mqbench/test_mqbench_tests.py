@@ -1,6 +1,6 @@
 """What MQBench's own tests do, with the import changed: each runs whole, and beyond that its result is checked.
 
-Their networks are smaller here. docs/migration.md has the table of MQBench's tests.
+Their networks are smaller here.
 """
 
 from pathlib import Path

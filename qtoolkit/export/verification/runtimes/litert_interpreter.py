@@ -20,7 +20,7 @@ from qtoolkit.export.files.reading import UnreadableFileError
 from qtoolkit.export.tflite.flatbuffer import IDENTIFIER, METADATA, FileFacts
 from qtoolkit.export.verification.codes import CodeCount, largest_difference
 from qtoolkit.export.verification.follower import Follower, NodeCodes, Nodes, check_names, in_shapes_of_calls
-from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.graph_module import plan_in
 from qtoolkit.quantizers.frozen import QuantizesAs, rounding_of
 from qtoolkit.runtimes.execution import Array, Executed, ExecutedLayer
 from qtoolkit.runtimes.table import LITERT, LITERT_RUNTIMES
@@ -177,10 +177,10 @@ class LitertFile:
 
 
 def _computes_exactly(model: nn.Module) -> bool:
-    """Return whether all ops of a model have the arithmetic of the reference kernels."""
-    if not isinstance(model, QuantizedGraphModule) or model.plan is None:
+    """Return whether a model computes all its ops in the arithmetic of the reference kernels."""
+    if (plan := plan_in(model)) is None:
         return False
-    return rounding_of(model) is LITERT.quantizes_as and all(how.kernel for how in model.plan.computed.values())
+    return rounding_of(model) is LITERT.quantizes_as and all(how.kernel for how in plan.computed.values())
 
 
 def _content(path: Path) -> bytes:
