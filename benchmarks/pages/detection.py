@@ -188,7 +188,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[li
         boxes = "boxes as numbers" if bins == 1 else f"boxes by DFL of {bins} bins"
         title = (
             f"Detector of {SIZE}x{SIZE} pixels, {boxes}: COCO's AP (IoU 0.50 to 0.95) on {results['plan']['test_images']} "
-            f"images of shapes, in percent; {first['steps']:,} steps in float, then {then['steps']:,} of {then['batch']} images"
+            f"images of shapes, in %; trained for {first['steps']:,} steps in float, then {then['steps']:,} of {then['batch']} images"
         )
         names = [
             "target",
@@ -198,8 +198,8 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[li
             "seeds",
             "AP",
             "spread",
-            "to float",
-            "to float, trained",
+            "vs. float",
+            "vs. float, trained",
             "AP50",
         ]
         yield title, names, list(_lines(of))
