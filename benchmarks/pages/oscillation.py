@@ -80,8 +80,8 @@ class Row:
         training: The training.
         calibrated: The accuracy before it, in percent.
         trained: The accuracy after it.
-        reestimated: The same with batch norms estimated anew on training images.
-        oscillating: The percentage of weights that oscillate at the end, of those of few bits.
+        reestimated: The same with statistics of batch norms estimated again on training images.
+        oscillating: The percentage of the weights with few bits that oscillate at the end.
         frozen: The percentage of weights that are frozen.
         minutes: How long it took, without what an earlier run of this script had trained.
     """

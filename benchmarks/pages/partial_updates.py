@@ -188,7 +188,7 @@ def write_page(page: Path, results: Mapping[str, Any]) -> None:
 
 
 def wanted(args: argparse.Namespace) -> Iterator[Training]:
-    """Yield the trainings that the arguments ask for: those of no channels and of all have one rule."""
+    """Yield the trainings that the arguments ask for; trainings of no channels and of all channels have one rule."""
     for seed, bits, share, by in itertools.product(args.seeds, args.bits, args.shares, args.by):
         if 0 < share < 1 or by == args.by[0]:
             yield Training(bits, float(share), by, seed, args.epochs)
