@@ -188,7 +188,8 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[li
         boxes = "boxes as numbers" if bins == 1 else f"boxes by DFL of {bins} bins"
         title = (
             f"Detector of {SIZE}x{SIZE} pixels, {boxes}: COCO's AP (IoU 0.50 to 0.95) on {results['plan']['test_images']} "
-            f"images of shapes, in %; trained for {first['steps']:,} steps in float, then {then['steps']:,} of {then['batch']} images"
+            f"images of shapes, in %; trained for {first['steps']:,} steps in float, then {then['steps']:,} "
+            f"of {then['batch']} images"
         )
         names = [
             "target",
