@@ -54,7 +54,7 @@ class Plan:
 
     Attributes:
         first: The schedule of the float model.
-        then: That of what starts from it.
+        then: The schedule of trainings that start from it.
         training_images: Images that are drawn for training.
         test_images: Others, for the AP.
     """
@@ -77,8 +77,8 @@ class Method:
         backend: The target; None for the float model.
         last_layers: What the last convolutions of the deployed head compute in: "int8", "float" or "int16".
         trained: Whether it is trained.
-        taught: Whether the head that only trains stays in float, and the outputs of its last convolutions follow those of
-            the float model.
+        taught: Whether the head that only trains stays in float, and the outputs of its last convolutions follow the
+            float model's.
     """
 
     backend: str | None
@@ -124,7 +124,7 @@ class Row:
     Attributes:
         method: A name of METHODS.
         bins: The bins of a distance; 1 without DFL.
-        seed: That of the float model and of the training.
+        seed: The seed of the float model and of the training.
         before: AP before the training, over IoU 0.50 to 0.95, in percent; the method's where it does not train.
         ap: The same at the end.
         ap50: AP at IoU 0.50 at the end.
@@ -188,7 +188,8 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[li
         boxes = "boxes as numbers" if bins == 1 else f"boxes by DFL of {bins} bins"
         title = (
             f"Detector of {SIZE}x{SIZE} pixels, {boxes}: COCO's AP (IoU 0.50 to 0.95) on {results['plan']['test_images']} "
-            f"images of shapes, in percent; {first['steps']:,} steps in float, then {then['steps']:,} of {then['batch']} images"
+            f"images of shapes, in %; trained for {first['steps']:,} steps in float, then {then['steps']:,} "
+            f"of {then['batch']} images"
         )
         names = [
             "target",
@@ -198,8 +199,8 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[li
             "seeds",
             "AP",
             "spread",
-            "to float",
-            "to float, trained",
+            "vs. float",
+            "vs. float, trained",
             "AP50",
         ]
         yield title, names, list(_lines(of))

@@ -3,8 +3,8 @@
 python -m benchmarks.pages.distributed          writes benchmarks/results/distributed.json and the tables of docs/distributed.md
 python -m benchmarks.pages.distributed --quick  few rounds of a small network, writes nothing
 
-Subjects take turns, one step at a time, in the same two processes of one thread each (gloo); figures are medians, and ratios
-are those of one run. Needs torchvision and safetensors.
+Subjects take turns, one step at a time, in the same two processes of one thread each (gloo); figures are medians, and
+ratios are of one run. Needs torchvision and safetensors.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 python -m benchmarks.pages.oscillation                 trains what is missing, writes results/oscillation.json, prints the table
 python -m benchmarks.pages.oscillation --bits 3 --only plain freezing --seeds 0
-python -m benchmarks.pages.oscillation --page docs/tuning.md     writes the table of the results into the page
+python -m benchmarks.pages.oscillation --page docs/design/trainings.md     writes the table of the results into the page
 
 The float weights are trained first, and kept with the checkpoints. Each training starts from them, with learned scales
 ("lsq") from a histogram's range; the first and the last layer have eight bits. Images are cropped and flipped at random; the
@@ -36,7 +36,7 @@ from benchmarks.training.sweep import add_options, checkpoints_of, images_of, li
 
 RESULTS = Path(__file__).parents[1] / "results" / "oscillation.json"
 REESTIMATION = 5000  # training images
-# Of freezing: the thresholds and the momentum. Those of the paper's authors, and docs/tuning.md's for a training of few steps.
+# Of freezing: the thresholds and the momentum. The paper's authors', and docs/tuning.md's for a training of few steps.
 FREEZING = {"freezing": ((0.1, 0.01), 0.001), "freezing, short": ((0.1, 0.05), 0.04)}
 METHODS = (FLOAT, "plain", "dampening", *FREEZING)
 SEEDS, BITS, EPOCHS, RATE = (0, 1, 2), (4, 3), 5, 0.01
@@ -80,8 +80,8 @@ class Row:
         training: The training.
         calibrated: The accuracy before it, in percent.
         trained: The accuracy after it.
-        reestimated: The same with batch norms estimated anew on training images.
-        oscillating: The percentage of weights that oscillate at the end, of those of few bits.
+        reestimated: The same with statistics of batch norms estimated again on training images.
+        oscillating: The percentage of the weights with few bits that oscillate at the end.
         frozen: The percentage of weights that are frozen.
         minutes: How long it took, without what an earlier run of this script had trained.
     """
@@ -180,11 +180,11 @@ def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the names of columns and the lines: a line for each method, number of bits and schedule."""
     images = results["images"]
     title = (
-        f"MobileNetV2 for 32 x 32 pixels, CIFAR-10: accuracy on {images['test']:,} images, %; "
-        f"epochs of {images['train']:,} images; float weights {results['float_weights']:.2f}"
+        f"MobileNetV2 for 32 x 32 pixels, CIFAR-10: accuracy on {images['test']:,} images, in %; "
+        f"epochs of {images['train']:,} images; the float model has {results['float_weights']:.2f} %"
     )
     names = ["epochs", "rate", "bits", "trained", "seeds", "calibrated", "mean", "spread"]
-    names += ["batch norms anew", "spread", "oscillating", "frozen", "minutes each"]
+    names += ["statistics estimated again", "spread", "oscillating", "frozen", "minutes each"]
     return title, names, [_line(rows) for rows in lines_of(map(Row.of, results["rows"]))]
 
 

@@ -2,7 +2,7 @@
 
 python -m benchmarks.pages.partial_updates                 trains what is missing, writes the results, prints them
 python -m benchmarks.pages.partial_updates --bits 4 --shares 1 0.25 --seeds 0 --images 10000
-python -m benchmarks.pages.partial_updates --page docs/training.md     writes the table and the plot into the page
+python -m benchmarks.pages.partial_updates --page docs/design/trainings.md     writes the table and the plot into the page
 
 Each training starts from the float weights of shared/data, with learned scales ("lsq"); the first and the last layer have
 eight bits. Images are cropped and flipped at random; the accuracy is that on the 10,000 test images. The time of a step is
@@ -105,11 +105,11 @@ def train(training: Training, float_model: nn.Module, data: Data, checkpoints: P
 
 
 def table(results: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
-    """Return the title, the names of columns and the lines; of times, as multiples of the training of whole weights."""
+    """Return the title, the names of columns and the lines; times are relative to a training of all weights."""
     images = results["images"]
     title = (
-        f"{NETWORKS[NETWORK].title}, CIFAR-10: accuracy on {images['test']:,} images, %; epochs of {images['train']:,} images; "
-        f"float weights {results['float_weights']:.2f}"
+        f"{NETWORKS[NETWORK].title}, CIFAR-10: accuracy in % on {images['test']:,} test images, after epochs of "
+        f"{images['train']:,} images; the float model has {results['float_weights']:.2f} %"
     )
     whole = whole_of(rows)
     cells = []
@@ -132,7 +132,7 @@ def table(results: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, list[st
         "calibrated",
         "mean",
         "spread",
-        "to whole weights",
+        "vs. all weights",
         "step",
     ]
     return title, names, cells
@@ -188,7 +188,7 @@ def write_page(page: Path, results: Mapping[str, Any]) -> None:
 
 
 def wanted(args: argparse.Namespace) -> Iterator[Training]:
-    """Yield the trainings that the arguments ask for: those of no channels and of all have one rule."""
+    """Yield the trainings that the arguments ask for; trainings of no channels and of all channels have one rule."""
     for seed, bits, share, by in itertools.product(args.seeds, args.bits, args.shares, args.by):
         if 0 < share < 1 or by == args.by[0]:
             yield Training(bits, float(share), by, seed, args.epochs)
