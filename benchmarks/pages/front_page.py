@@ -170,9 +170,9 @@ def opening_of(figures: Figures) -> list[str]:
         f"- **Deployment**: in {file['runtime']}, {file['network']} with int8 weights takes {file['int8']:.2f} times the float "
         f"latency (with uint8 weights, the default: {file['default']:.2f}) and "
         f"{file['int8_kib'] / file['float_kib']:.2f} times the file size.",
-        "- **Training**: on a CPU with int8 instructions, a QAT step of ResNet-18 takes "
-        f"{figures.time['qtoolkit']:.2f} times the time of a float step and {figures.memory['qtoolkit']:.2f} times its memory for "
-        f"backward; {len(time)} other tools take at least {min(time):.2f} times the time and {min(memory):.2f} times the memory.",
+        f"- **Training**: on a CPU with int8 instructions, a QAT step of ResNet-18 takes {figures.time['qtoolkit']:.2f} times "
+        f"the time of a float step and {figures.memory['qtoolkit']:.2f} times its memory for backward; {len(time)} other tools "
+        f"take at least {min(time):.2f} times the time and {min(memory):.2f} times the memory.",
     ]
 
 
