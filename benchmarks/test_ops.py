@@ -1,6 +1,6 @@
 """The ops beside torch's and beside a copy of the same bytes: `pytest benchmarks/test_ops.py`.
 
-benchmarks/pages/ops.py measures the same cases on more tensors, and writes the tables of docs/performance.md.
+benchmarks/pages/ops.py measures the same cases on more tensors, and writes benchmarks/results/ops.md.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -42,10 +42,16 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_the_figures_and_the_plot_are_those_of_the_results(tmp_path: Path) -> None:
-    figures = front_page.figures_of(RESULTS)
-    written = README.read_text().split(front_page.BEGIN)[1].split(front_page.END)[0]
-    assert written.strip().splitlines() == front_page.lines_of(figures)
-    assert len(front_page.lines_of(figures)) == 4
+    figures, text = front_page.figures_of(RESULTS), README.read_text()
+    for begin, lines in (
+        (front_page.BEGIN_OPENING, front_page.opening_of(figures)),
+        (front_page.BEGIN, front_page.lines_of(figures)),
+    ):
+        assert text.split(begin)[1].split(front_page.END)[0].strip().splitlines() == lines
+    accuracy, deployment, training = front_page.opening_of(figures)
+    assert "%" in accuracy
+    assert "file size" in deployment
+    assert "step" in training
     pytest.importorskip("matplotlib", reason="needs matplotlib, which is not installed")
     front_page.draw(figures, tmp_path / "fresh.svg")
     texts = [
@@ -54,6 +60,13 @@ def test_the_figures_and_the_plot_are_those_of_the_results(tmp_path: Path) -> No
     ]
     assert texts[0] == texts[1]
     assert f"{figures.time['qtoolkit']:.2f}" in texts[0]
+
+
+def test_the_opening_is_short_and_states_what_is_not_tested() -> None:
+    opening = re.sub(r"<!--.*?-->", "", README.read_text().split("\n## ")[0])
+    assert len(opening.split()) <= 160
+    for word in ("beta", qt.__version__, "not on PyPI", "TensorRT"):
+        assert word in opening
 
 
 def test_the_comparison_has_the_figures_and_versions_of_the_results() -> None:

@@ -37,7 +37,7 @@ from benchmarks.pages.stored import rows_before, write_part
 from benchmarks.real_data import DATA, MISSING
 from benchmarks.report import markdown_lines, show
 from benchmarks.training.accuracy_plot import draw
-from benchmarks.training.algorithms import FLOAT, PEERS, SUBJECTS, bits_of, build
+from benchmarks.training.algorithms import FLOAT, FLOAT_BITS, PEERS, SUBJECTS, bits_of, build
 from benchmarks.training.cifar import CALIBRATION, OPTIMIZERS, Data, Run, Schedule, accuracy, load
 from benchmarks.training.cifar_networks import NETWORKS
 from benchmarks.training.sweep import add_options, checkpoints_of, images_of, lines_of, train_all
@@ -119,6 +119,7 @@ class Row:
         minutes: How long it took, without what an earlier run of this script had trained.
         failure: Why there is no figure.
         device: Where it was trained, if not on a CPU.
+        earlier: Whether the package has changed since in what this training depends on.
     """
 
     training: Training
@@ -127,6 +128,7 @@ class Row:
     minutes: float = 0.0
     failure: str = ""
     device: str = ""
+    earlier: bool = False
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Row":
@@ -196,22 +198,16 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
     float_models = _float_models(lines)
     for line in lines:
         training = line[0].training
-        name = training.subject + ("" if training.forward == "auto" else f", {training.forward} forward")
-        rate = f"{training.rate:g}" + ("" if training.optimizer == "sgd" else f", {training.optimizer}")
-        taught = ("yes" if training.labels else "alone") if training.teacher else ""
-        rate += "" if training.decay is None else f", decay {training.decay:g}"
-        head = [str(training.epochs), taught, rate]
-        head += ["" if training.clip is None else f"{training.clip:g}", str(training.bits), name]
-        trained = [row.trained for row in line if row.trained is not None]
-        if not trained:
+        head = [str(training.epochs), _taught(training), _rate(replace(training, clip=None))]
+        head += ["" if training.clip is None else f"{training.clip:g}", str(training.bits), _name(training)]
+        if not (trained := _accuracies(line)):
             yield [*head, *[""] * 6, line[0].failure]
             continue
         mean = statistics.mean(trained)
         calibrated = statistics.mean(row.calibrated or 0 for row in line)
         drop = f"{mean - float_models[training.epochs]:+.2f}" if training.epochs in float_models else ""
         minutes = statistics.mean(row.minutes for row in line)
-        spread = max(trained) - min(trained)
-        figures = f"{calibrated:.2f}", f"{mean:.2f}", f"{spread:.2f}", drop, f"{minutes:.1f}"
+        figures = f"{calibrated:.2f}", f"{mean:.2f}", f"{_spread(line):.2f}", drop, f"{minutes:.1f}"
         yield [*head, str(len(trained)), *figures, _devices(line)]
 
 
@@ -246,14 +242,92 @@ def plotted(rows: Sequence[Row]) -> tuple[dict[tuple[str, int], list[float]], fl
 
 def write_page(page: Path, results: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Replace the part of a page between the marks by a table and a plot for each network."""
-    lines = [f"{results['cpu']}, torch {results['torch']}; the commands are below the tables.", ""]
+    lines = [f"{results['cpu']}, torch {results['torch']}.", ""]
     for network, of_network in by_network(rows).items():
-        title, names, cells = table(results, network, of_network)
+        title, _, _ = table(results, network, [])
         picture = page.with_name(f"qat_{network}.svg")
         draw(picture, *plotted(of_network))
         shown = f"![Accuracy against bits, for each quantizer]({picture.name})"
-        lines += [f"{title}.", "", shown, "", *markdown_lines(names, cells), ""]
-    write_part(page, BEGIN, END, [*lines, "```", *results["commands"], "```"])
+        lines += [f"### {NETWORKS[network].title}", "", f"{title}.", "", shown, ""]
+        lines += _tables_of_the_page(lines_of(of_network))
+    write_part(page, BEGIN, END, lines)
+
+
+def _tables_of_the_page(lines: Sequence[Sequence[Row]]) -> Iterator[str]:
+    """Yield the tables of a network: its shortest schedule by bits, other schedules, and trainings of earlier code."""
+    floats = _float_models(lines)
+    of_today = [line for line in lines if not line[0].earlier]
+    shortest = min(of_today, key=lambda line: line[0].training.options)[0].training
+    usual = [line for line in of_today if line[0].training.options == shortest.options]
+    others = [line for line in of_today if line not in usual and line[0].training.subject != FLOAT]
+    how = f"Epochs: {shortest.epochs}; rate: {_rate(shortest)}."
+    yield from (f"{how} In brackets: the difference from the float model after as many epochs.", "")
+    yield from (*_by_bits(usual, floats), "")
+    names = ("epochs", "teacher", "rate", "bits", "quantizer", "seeds", "mean", "spread", "to float")
+    earlier = "Trained with an earlier state of the package (other learned scales of weights before a batch norm):"
+    for title, of in (("Other schedules:", others), (earlier, [line for line in lines if line[0].earlier])):
+        if of:
+            yield from (title, "", *markdown_lines(names, [_schedule_line(line, floats) for line in of]), "")
+
+
+def _by_bits(lines: Sequence[Sequence[Row]], floats: Mapping[int, float]) -> list[str]:
+    """Return a table with a column for each number of bits."""
+    columns = sorted({line[0].training.bits for line in lines if line[0].training.subject != FLOAT}, reverse=True)
+    found = {(_name(line[0].training), line[0].training.bits): line for line in lines}
+    cells = []
+    for name in dict.fromkeys(_name(line[0].training) for line in sorted(lines, key=lambda of: _order(of[0].training))):
+        of = [found.get((name, FLOAT_BITS if name == FLOAT else bits), []) for bits in columns]
+        seeds = sorted({len(line) for line in of if line})
+        spread = max(_spread(line) for line in of if line)
+        head = [name, " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1])))), f"{spread:.2f}"]
+        cells.append([*head, *(_mean_to_float(line, floats) for line in of)])
+    return markdown_lines(("quantizer", "seeds", "largest spread", *(f"{bits} bits" for bits in columns)), cells)
+
+
+def _order(training: Training) -> tuple[int, str]:
+    return SUBJECTS.index(training.subject), training.forward
+
+
+def _schedule_line(line: Sequence[Row], floats: Mapping[int, float]) -> list[str]:
+    training = line[0].training
+    head = [str(training.epochs), _taught(training), _rate(training), str(training.bits), _name(training)]
+    if not (trained := _accuracies(line)):
+        return [*head, *[""] * 3, line[0].failure]
+    mean, epochs = statistics.mean(trained), training.epochs
+    drop = f"{mean - floats[epochs]:+.2f}" if epochs in floats else ""
+    return [*head, str(len(trained)), f"{mean:.2f}", f"{_spread(line):.2f}", drop]
+
+
+def _mean_to_float(line: Sequence[Row], floats: Mapping[int, float]) -> str:
+    if not (trained := _accuracies(line)):
+        return line[0].failure if line else ""
+    mean, epochs = statistics.mean(trained), line[0].training.epochs
+    drop = f" ({mean - floats[epochs]:+.2f})" if epochs in floats and line[0].training.subject != FLOAT else ""
+    return f"{mean:.2f}{drop}"
+
+
+def _accuracies(line: Sequence[Row]) -> list[float]:
+    return [row.trained for row in line if row.trained is not None]
+
+
+def _spread(line: Sequence[Row]) -> float:
+    trained = _accuracies(line)
+    return max(trained) - min(trained) if trained else 0.0
+
+
+def _name(training: Training) -> str:
+    return training.subject + ("" if training.forward == "auto" else f", {training.forward} forward")
+
+
+def _taught(training: Training) -> str:
+    return ("yes" if training.labels else "alone") if training.teacher else ""
+
+
+def _rate(training: Training) -> str:
+    """Return the rate, with everything that differs from the usual training."""
+    extra = "" if training.optimizer == "sgd" else f", {training.optimizer}"
+    extra += "" if training.decay is None else f", decay {training.decay:g}"
+    return f"{training.rate:g}{extra}" + ("" if training.clip is None else f", clip {training.clip:g}")
 
 
 def wanted(args: argparse.Namespace) -> Iterator[Training]:

@@ -3,7 +3,7 @@
 python -m benchmarks.pages.gpu ops               each op's share of the bandwidth of a copy
 python -m benchmarks.pages.gpu steps             training steps in bfloat16 and channels_last
 python -m benchmarks.pages.gpu profile           the kernels that take most of a step of the first network
-python -m benchmarks.pages.gpu all --write       writes results/gpu.json and the tables of docs/gpu.md too
+python -m benchmarks.pages.gpu all --write       writes results/gpu.json and the tables of docs/gpu.md (ops: docs/design) too
 python -m benchmarks.pages.gpu page some.json    adds the rows of files to results/gpu.json, and writes the tables
 python -m benchmarks.pages.gpu all --device cpu --quick     whether the program runs, on small tensors
 
@@ -39,6 +39,7 @@ from qtoolkit import ops
 Row = dict[str, Any]
 OUT = Path(__file__).parents[1] / "results" / "gpu.json"
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE_OF_OPS = PAGE.parent / "design" / "performance.md"
 BEGIN, END = (
     "<!-- Written by benchmarks/pages/gpu.py: change nothing up to the next mark. -->",
     "<!-- End of its tables. -->",
@@ -404,26 +405,46 @@ def _place(row: Row) -> tuple[int, ...]:
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of the page."""
+    """Yield the lines of the page: the steps on each card, the latest card first."""
     yield ""
-    for card in dict.fromkeys(row["card"] for row in rows):
-        of = [row for row in rows if row["card"] == card]
+    for card, of in _by_card(rows):
         torches, commits = (", ".join(sorted({row[name] for row in of})) for name in ("torch", "commit"))
-        yield (f"Measured on one {card}, torch {torches}, at {commits}: channels_last, and bfloat16 autocast unless a row "
-               "says float32. A dash: no CUDA graph was recorded of a step that waits for the device, or that torch.compile "
-               "records.")  # fmt: skip
-        yield from ("", "| network | batch | | ms | of float's | as a CUDA graph, ms | of float's | images a second "
-                    "| peak of memory, MiB | of float's | kernels |", "|---" * 11 + "|")  # fmt: skip
+        yield from (f"### {card}", "")
+        yield (f"Measured on one {card}, torch {torches}, at {commits}: channels_last, and bfloat16 autocast unless a row says "
+               "float32. A dash means that no CUDA graph was recorded, because the step waits for the device or torch.compile "
+               "records it, or that the figure was not taken.")  # fmt: skip
+        yield from ("", "| network | batch | what is trained | eager, ms | eager / float | CUDA graph, ms | CUDA graph / float "
+                    "| images a second | peak memory, MiB | peak / float | kernels |", "|---" * 11 + "|")  # fmt: skip
         for row in of:
             if "milliseconds" in row:
                 yield _line(row)
-        yield from ("", *(
+        yield ""
+        failed = [
             f"- Not trained: {row['subject']}: {row['network']}, {row['batch']} images, {row['failed']}."
-            for row in of if "failed" in row
-        ), "")  # fmt: skip
-        yield from ("| op | microseconds | share of a copy's bandwidth |", "|---|---|---|")
+            for row in of
+            if "failed" in row
+        ]
+        yield from (*failed, *[""] * bool(failed))
+
+
+def tables_of_ops(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the page on ops: their times on each card, the latest card first."""
+    yield ""
+    for card, of in _by_card(rows):
+        yield from (f"| op, {card} | microseconds | share of a copy's bandwidth |", "|---|---|---|")
         yield from (f"| {row['op']} | {row['microseconds']} | {row['share']:.0%} |" for row in of if "op" in row)
         yield ""
+
+
+def _by_card(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    for card in reversed(list(dict.fromkeys(row["card"] for row in rows))):
+        yield card, [row for row in rows if row["card"] == card]
+
+
+def write_pages(rows: Sequence[Row]) -> None:
+    """Write the tables into both pages."""
+    write_part(PAGE, BEGIN, END, [*tables(rows)])
+    write_part(PAGE_OF_OPS, BEGIN, END, [*tables_of_ops(rows)])
 
 
 def _line(row: Row) -> str:
@@ -431,7 +452,8 @@ def _line(row: Row) -> str:
                for figure in FIGURES for kind in ("", "_ratio")]  # fmt: skip
     fastest = min(row["milliseconds"], row["captured"] or row["milliseconds"])
     figures.insert(4, f"{1e3 * row['batch'] / fastest:.0f}")
-    return f"| {row['network']} | {row['batch']} | {row['subject']} | {' | '.join(figures)} | {row['launches']} |"
+    trained = row["subject"].replace("ours", "qtoolkit")
+    return f"| {row['network']} | {row['batch']} | {trained} | {' | '.join(figures)} | {row['launches']} |"
 
 
 def cell(figure: float | None, how: str) -> str:
@@ -466,7 +488,7 @@ def main() -> None:
     args, start = parser.parse_args(), time.monotonic()
     if args.what == "page":
         rows = add([row for file in args.files for row in json.loads(file.read_text())["rows"]], OUT)
-        write_part(PAGE, BEGIN, END, [*tables(rows)])
+        write_pages(rows)
         return
     if args.device != "cpu" and not torch.cuda.is_available():
         raise SystemExit(
@@ -484,7 +506,7 @@ def main() -> None:
     if args.what in ("profile", "all"):
         show_profile(args)
     if args.write:
-        write_part(PAGE, BEGIN, END, [*tables(add([], OUT))])
+        write_pages(add([], OUT))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 OMP_NUM_THREADS=1 python -m benchmarks.pages.small_layers               prints the table
 OMP_NUM_THREADS=1 python -m benchmarks.pages.small_layers --json FILE   writes the figures too
-python -m benchmarks.pages.small_layers --page docs/performance.md      writes the table of benchmarks/results into the page
+python -m benchmarks.pages.small_layers --page docs/design/performance.md  writes the table of benchmarks/results into the page
 python -m benchmarks.pages.small_layers --device cuda [--autocast]      the same on a GPU, with more positions
 
 A position is an output pixel of a convolution or a row of a linear layer: each multiplies the whole weight once. Each case is
@@ -34,7 +34,7 @@ from qtoolkit.nn.on_codes import HAS_INT8
 
 RESULTS = Path(__file__).parents[1] / "results" / "small_layers.json"
 BEGIN, END = "<!-- begin: benchmarks/pages/small_layers.py -->", "<!-- end -->"
-COLUMNS = ("layer", "positions", "auto: on codes from", "float, ms", "integer", "auto")
+COLUMNS = ("layer", "positions", "auto: int8 kernel from", "float, ms", "integer", "auto")
 FORWARDS = ("float", "integer", "auto")
 SIZES = ((2, 1), (2, 2), (2, 4), (2, 8), (2, 16), (2, 28), (1, 56))  # images and their height
 SIZES_ON_GPU = ((1, 4), (8, 7), (64, 7), (64, 14), (64, 28), (64, 56))

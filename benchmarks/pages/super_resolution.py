@@ -232,7 +232,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[li
         f"FSRCNN x2, Set5, trained: PSNR of Y, dB; {schedule['steps']:,} steps of {schedule['batch']} crops of "
         f"{schedule['crop']}x{schedule['crop']}; float model {of_float['y']:.3f}"
     )
-    yield title, [*names, "minutes each", "remark"], list(_trained_lines(rows, of_float["y"]))
+    yield title, [*names, "remark"], list(_trained_lines(rows, of_float["y"]))
 
 
 def _difference(row: Row | None, of_float: Mapping[str, float]) -> str:
@@ -246,7 +246,7 @@ def _trained_lines(rows: Sequence[Row], of_float: float) -> Iterator[list[str]]:
             of = [row for row in rows if (row.method, row.bits) == (name, bits)]
             trained = [row.y for row in of if row.y is not None]
             if not trained:
-                yield from ([bits, name, *[""] * 8, row.failure] for row in of[:1])
+                yield from ([bits, name, *[""] * 7, row.failure] for row in of[:1])
                 continue
             mean = statistics.mean(trained)
             beside = f"{mean - statistics.mean(floats):+.3f}" if floats else ""
@@ -257,7 +257,6 @@ def _trained_lines(rows: Sequence[Row], of_float: float) -> Iterator[list[str]]:
                 f"{mean - of_float:+.3f}",
                 beside,
                 f"{statistics.mean(row.planes or 0 for row in of):.3f}",
-                f"{statistics.mean(row.minutes for row in of):.1f}",
             ]
             yield [bits or "float", name if bits else "", str(len(trained)), *figures, ""]
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import qtoolkit as qt
-from benchmarks.pages.stored import commands_of, made_by, rows_before, write_part, write_rows
+from benchmarks.pages.stored import commands_of, rows_before, write_part, write_rows
 from benchmarks.real_data import DATA, MISSING
 from benchmarks.report import facts, markdown_lines, show
 from benchmarks.training.sentences import (
@@ -198,8 +198,8 @@ def table(results: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
             values = ((value, value - of[key]) for key in FIGURES for value in [getattr(row, key)])
             figures = [f"{v:.2f} ({d:+.2f})" for v, d in values]
             distance = "" if row.distance is None else f"{row.distance:.4f}"
-            lines.append([row.bits, name, *figures, distance, f"{row.minutes:.1f}"])
-    return title, ["bits", "method", "Spearman", "Pearson", "Spearman, pairs not seen", "distance", "minutes"], lines
+            lines.append([row.bits, name, *figures, distance])
+    return title, ["bits", "method", "Spearman", "Pearson", "Spearman, pairs not seen", "distance"], lines
 
 
 FIGURES = ("spearman", "pearson", "unseen")
@@ -209,11 +209,7 @@ def page_lines(results: Mapping[str, Any]) -> Iterator[str]:
     """Return the part of the page."""
     title, names, lines = table(results)
     versions = f"torch {results['torch']}, transformers {results['transformers']}"
-    yield from (
-        "",
-        f"{title}. Made by {made_by(results)} ({results['cpu']}, {versions}).",
-    )
-    yield from ("", *markdown_lines(names, lines), "")
+    yield from ("", f"{title} ({results['cpu']}, {versions}).", "", *markdown_lines(names, lines), "")
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -115,16 +115,22 @@ def call_tables(results: Mapping[str, Any]) -> Iterator[Table]:
         return
     subjects = dict.fromkeys(subject for calls in counted.values() for subject in calls)
     yield (
-        "Ops that a step calls, and all ops with those that they call, as multiples of the float model's",
-        ["what is trained", *(NETWORKS[network].title for network in counted)],
-        [[_described(subject), *(_calls(calls, subject) for calls in counted.values())] for subject in subjects],
+        "Ops that a step calls, as multiples of the float model's",
+        [
+            "what is trained",
+            *(f"{NETWORKS[name].title}: {of}" for name in counted for of in ("calls", "with nested calls")),
+        ],
+        [
+            [_described(subject), *(cell for calls in counted.values() for cell in _calls(calls, subject))]
+            for subject in subjects
+        ],
     )
 
 
-def _calls(calls: Mapping[str, Sequence[int]], subject: str) -> str:
+def _calls(calls: Mapping[str, Sequence[int]], subject: str) -> list[str]:
     if subject not in calls:
-        return ""
-    return ", ".join(f"{own / floats:.2f}" for own, floats in zip(calls[subject], calls[FLOAT], strict=True))
+        return ["", ""]
+    return [f"{own / floats:.2f}" for own, floats in zip(calls[subject], calls[FLOAT], strict=True)]
 
 
 def _demands(figure: str, rows: Rows, field: str) -> Iterator[Table]:

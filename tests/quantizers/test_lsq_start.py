@@ -109,7 +109,7 @@ LEARNED = [name for name, kind in QUANTIZERS.items() if kind.LEARNED]
 @pytest.mark.parametrize("of_weight", [True, False])
 @pytest.mark.parametrize("quantizer", LEARNED)
 def test_all_that_is_trained_starts_there(quantizer: str, of_weight: bool) -> None:
-    """From the largest value, ResNet-20 in two bits ended 16 to 50 points lower (docs/accuracy.md)."""
+    """From the largest value, ResNet-20 in two bits ended 16 to 50 points lower."""
     affine, pow2 = quantizer in ("lsq_plus", "learned_range"), quantizer == "tqt"
     spec = qt.QuantSpec(bits=3, quantizer=quantizer, symmetric=not affine, pow2_scale=pow2)
     found, searched = (
