@@ -160,13 +160,12 @@ def _versions(present: Sequence[str], results: Mapping[str, Any]) -> str:
     return "\n".join(markdown_lines(["library", "version", "models"], rows))
 
 
-DRAWS = {
-    peers_table.OF_ALL: """{count} models, drawn by seed {seed} from all {of} recipes of the zoo that take one floating-point tensor.
-Models that fail in qtoolkit, or need a remedy, are among them.""",
-    peers_table.OF_PASSING: """**This draw favours qtoolkit.** It has {count} models, drawn by seed {seed} from the models that pass every step in
+OF_ALL = """{count} models, drawn by seed {seed} from all {of} recipes of the zoo that take one floating-point tensor.
+Models that fail in qtoolkit, or need a remedy, are among them."""
+OF_PASSING = """**This draw favours qtoolkit.** It has {count} models, drawn by seed {seed} from the models that pass every step in
 qtoolkit, take one floating-point tensor, and run in at most 6 s. The table shows how models that work in qtoolkit do in other
-tools, and not the reverse. `python -m benchmarks.pages.zoo_peers --draw 40` draws from all recipes, failures included.""",
-}
+tools, and not the reverse. `python -m benchmarks.pages.zoo_peers --draw 40` draws from all recipes, failures included."""
+DRAWS = {peers_table.OF_ALL: OF_ALL, peers_table.OF_PASSING: OF_PASSING}
 COMPARED = """{draw}
 
 Each other tool has its default int8 configuration for training, one step of SGD, and its own ONNX export. It gets models
@@ -175,8 +174,8 @@ torchao gets a second attempt, on a graph of `torch.fx`, if its own capture fail
 
 {sums}
 
-- **within 1 %**, **equal**: the outputs of onnxruntime and PyTorch differ by at most {near:g} and {equal:g} of the largest output.
-  One rounding tie in a layer with random weights can change outputs by more than 1 %, in every tool.
+- **within 1 %**, **equal**: the outputs of onnxruntime and PyTorch differ by at most {near:g} and {equal:g} of the largest
+  output. One rounding tie in a layer with random weights can change outputs by more than 1 %, in every tool.
 
 Errors, with the tool's own message. Messages that differ only in numbers are one row:
 
