@@ -30,7 +30,10 @@ PACKAGES = {
 # What runs of each library: its name in the results, and its models.
 LIBRARIES = {
     "torchvision": ("torchvision", "all"),
-    "timm": ("timm", f"a small model of each family, and {DRAWN} drawn by seed {SEED} from models with names of small ones"),
+    "timm": (
+        "timm",
+        f"a small model of each family, and {DRAWN} drawn by seed {SEED} from models with names of small ones",
+    ),
     "transformers": ("transformers", "small models from configs"),
     "ultralytics": ("ultralytics", "the smallest network of each generation, task and head"),
     "spandrel": ("spandrel", "small networks"),
@@ -162,9 +165,9 @@ def _versions(present: Sequence[str], results: Mapping[str, Any]) -> str:
 
 OF_ALL = """{count} models, drawn by seed {seed} from all {of} recipes of the zoo that take one floating-point tensor.
 Models that fail in qtoolkit, or need a remedy, are among them."""
-OF_PASSING = """**This draw favours qtoolkit.** It has {count} models, drawn by seed {seed} from the models that pass every step in
-qtoolkit, take one floating-point tensor, and run in at most 6 s. The table shows how models that work in qtoolkit do in other
-tools, and not the reverse. `python -m benchmarks.pages.zoo_peers --draw 40` draws from all recipes, failures included."""
+OF_PASSING = """**This draw favours qtoolkit.** It has {count} models, drawn by seed {seed} from the models that pass every
+step in qtoolkit, take one floating-point tensor, and run in at most 6 s. The table shows how models that work in qtoolkit do
+in other tools, and not the reverse. `python -m benchmarks.pages.zoo_peers --draw 40` draws from all recipes, failures included."""
 DRAWS = {peers_table.OF_ALL: OF_ALL, peers_table.OF_PASSING: OF_PASSING}
 COMPARED = """{draw}
 

@@ -183,7 +183,9 @@ def _names(names: Sequence[str]) -> str:
 
 def in_float(outcomes: Iterable[Outcome]) -> str:
     """Return a table with the layers with weights that remain in float, by reason."""
-    left = Counter(label for o in outcomes if not o["failed"] for label, names in o["left_float"].items() for _ in names)
+    left = Counter(
+        label for o in outcomes if not o["failed"] for label, names in o["left_float"].items() for _ in names
+    )
     rows = [[label, str(count)] for label, count in left.most_common()]
     return "\n".join(markdown_lines(["reason in the report", "layers"], rows)) if rows else "None."
 
