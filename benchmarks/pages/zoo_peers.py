@@ -32,6 +32,7 @@ from benchmarks.peers import model_builder, model_exporter, versions
 
 SEED = 40
 FOLDER = re.compile(r"/\S*/(?=model\.onnx)")  # of a file, in an error
+LONGEST = 400  # characters of an error
 WAIT = 10  # seconds to wait at most for each second of processor time
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results" / "zoo_peers.json"
@@ -67,7 +68,7 @@ def run_here(name: str, tool: str, out: Path, limit: int) -> None:
         _steps(model, x, tool, outcome)
         outcome["failed"] = ""
     except Exception as error:  # another tool may raise any error
-        outcome["error"] = FOLDER.sub("", f"{type(error).__name__}: {error}")
+        outcome["error"] = FOLDER.sub("", f"{type(error).__name__}: {error}")[:LONGEST]
     out.write_text(json.dumps(outcome))
 
 

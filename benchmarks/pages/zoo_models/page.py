@@ -167,7 +167,8 @@ OF_ALL = """{count} models, drawn by seed {seed} from all {of} recipes of the zo
 Models that fail in qtoolkit, or need a remedy, are among them."""
 OF_PASSING = """**This draw favours qtoolkit.** It has {count} models, drawn by seed {seed} from the models that pass every
 step in qtoolkit, take one floating-point tensor, and run in at most 6 s. The table shows how models that work in qtoolkit do
-in other tools, and not the reverse. `python -m benchmarks.pages.zoo_peers --draw 40` draws from all recipes, failures included."""
+in other tools, and not the reverse. `python -m benchmarks.pages.zoo_peers --draw 40` draws from all recipes, failures
+included."""
 DRAWS = {peers_table.OF_ALL: OF_ALL, peers_table.OF_PASSING: OF_PASSING}
 COMPARED = """{draw}
 

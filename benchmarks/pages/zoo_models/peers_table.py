@@ -97,10 +97,7 @@ def failures(results: Mapping[str, Any]) -> list[str]:
             groups[row["tool"], row["failed"], re.sub(r"\d+", "", error)].append(error)
     places = {step: place for place, step in enumerate(STEPS)}
     ordered = sorted(groups.items(), key=lambda item: (item[0][0], places.get(item[0][1], len(places)), -len(item[1])))
-    rows = [
-        [tool, step, as_code(errors[0]) if errors[0] else "not recorded", str(len(errors))]
-        for (tool, step, _), errors in ordered
-    ]
+    rows = [[tool, step, as_code(errors[0]), str(len(errors))] for (tool, step, _), errors in ordered]
     return markdown_lines(["tool", "step", "error", "models"], rows)
 
 
