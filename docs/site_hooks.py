@@ -1,9 +1,8 @@
-"""What the site needs beside plugins: pages of notebooks and errors, links to the reference, and a check of what pages load."""
+"""What the site needs beside plugins: pages of notebooks, links to the reference, and a check of what pages load."""
 
 import re
 from functools import cache
 from pathlib import Path
-from runpy import run_path
 
 import griffe
 import nbformat
@@ -40,14 +39,10 @@ FOREIGN = re.compile(r'<(?:script|img|iframe)\b[^>]*\ssrc="https?:|<link\b[^>]*\
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each notebook, which stays beside it to download, and the pages of all errors."""
+    """Add a page for each notebook, which stays beside it to download."""
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         page = notebook.src_uri.removesuffix(".ipynb") + ".md"
         files.append(File.generated(config, page, content=page_of(Path(notebook.abs_src_path or ""))))
-    docs = Path(config.docs_dir)
-    pages_of_errors = run_path(str(docs / "sentences.py"))["pages"]
-    for name, content in pages_of_errors((docs / "troubleshooting.md").read_text()).items():
-        files.append(File.generated(config, f"errors/{name}", content=content))
     return files
 
 
@@ -71,7 +66,7 @@ def shown(output: nbformat.NotebookNode) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show guides before reference, and explained errors before the list of all, in the results of a search."""
+    """Show troubleshooting and guides before reference in the results of a search."""
     if boost := next((boost for begin, boost in BOOSTS.items() if page.file.src_uri.startswith(begin)), None):
         page.meta["search"] = {"boost": boost}
     return markdown

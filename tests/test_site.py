@@ -12,17 +12,16 @@ from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 from runpy import run_path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import get_args, get_origin
 
 import pytest
 
 import qtoolkit as qt
 from qtoolkit.graph import passes
-from tests import pages
+from tests import messages, pages
 
 DOCS = Path(__file__).parents[1] / "docs"
-sentences = SimpleNamespace(**run_path(str(DOCS / "sentences.py")))
 CONFIGS_AND_STEPS = ("api/config.html", "api/qtoolkit.html")
 MODULES = (qt, qt.nn, qt.ops, qt.tuning, qt.tuning.mixed_precision, qt.export, qt.debug)
 REFERENCE = re.findall(
@@ -98,19 +97,11 @@ def test_every_public_name_has_an_example() -> None:
     assert [name for name, item in public.items() if not has_example(item) and item not in shown_by_others] == []
 
 
-def test_troubleshooting_quotes_sentences_of_the_code() -> None:
-    every, quotations = sentences.sentences(), sentences.quoted((DOCS / "troubleshooting.md").read_text())
-    assert len(quotations) > 60
-    assert [quote for quote in quotations if not any(sentences.explains(quote, sentence) for sentence in every)] == []
-
-
-@pytest.mark.slow
-def test_every_sentence_is_on_one_page_of_errors() -> None:
-    found = "".join(sentences.pages((DOCS / "troubleshooting.md").read_text()).values())
-    lines = [line.strip("-* ") for line in found.splitlines() if line.startswith("- ")]
-    assert sorted(lines) == sorted(
-        sentences.marked(sentence, bold=False).strip("-* ") for sentence in sentences.sentences()
-    )
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    every, quotations = messages.messages(), messages.quotations((DOCS / "troubleshooting.md").read_text())
+    assert len(quotations) > 100
+    assert len(set(quotations)) == len(quotations)
+    assert [quote for quote in quotations if not any(messages.quotes(quote, message) for message in every)] == []
 
 
 @pytest.mark.sweep

@@ -2,8 +2,9 @@
 
 import json
 import random
-import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def assert_same_when_off(outcome: Any) -> None:
 
 def test_what_cannot_be_traced_is_replaced() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models import pipeline, sums, table
     from benchmarks.pages.zoo_models.recipe import Recipe
 
     class Decides(nn.Module):
@@ -100,14 +101,15 @@ def test_what_cannot_be_traced_is_replaced() -> None:
     assert "cannot trace Decides" in outcome.untraceable
     leaf = Recipe("own/leaf", "own", lambda: nn.Sequential(nn.Linear(4, 4), Decides()), lambda: (torch.rand(2, 4),))
     assert pipeline.run(leaf, "onnxruntime", export=False).skip == ("*",)
-    text = table.markdown([outcome.json()])
-    assert "replaced, as it cannot be traced: prepare: cannot trace Decides" in text
-    assert "in 1 `qt.quant_modules.replace` quantizes all layers" in table.summary([outcome.json()])
+    assert "replaced, as it cannot be traced: prepare: cannot trace Decides" in table.notes(outcome.json())
+    assert "| `qt.quant_modules.replace`, as the error of `prepare` advises | 1 |" in sums.ways([outcome.json()])
+    row = "| own | `qt.quant_modules.replace` | Python uses the value of a tensor | decides |"
+    assert row in sums.remedies([outcome.json()])
 
 
 def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models import pipeline, sums, table
     from benchmarks.pages.zoo_models.recipe import Recipe
 
     class Draws(nn.Module):
@@ -123,7 +125,8 @@ def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
     assert (outcome.captured, outcome.replaced, outcome.quantized, outcome.failed) == (True, False, 1, "")
     assert outcome.off_difference == 0
     assert 'capture="export", as it cannot be traced: prepare: cannot trace Draws' in table.notes(outcome.json())
-    assert '1 with `capture="export"`, as the error advises' in table.summary([outcome.json()])
+    assert '| `capture="export"`, as the error of `prepare` advises | 1 |' in sums.ways([outcome.json()])
+    assert '| own | `capture="export"` | draws random numbers | draws |' in sums.remedies([outcome.json()])
 
 
 def test_parts_get_inputs_by_place_and_by_keyword_and_quantizers_may_be_off() -> None:
@@ -159,7 +162,7 @@ def test_parts_get_inputs_by_place_and_by_keyword_and_quantizers_may_be_off() ->
 
 def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models import page, pipeline
     from benchmarks.pages.zoo_models.recipe import Recipe
 
     taken = []
@@ -168,24 +171,25 @@ def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
     outcome = pipeline.run(recipe, "onnxruntime", export=False)
     steps.remove()
     assert (outcome.failed, outcome.steps, len(taken)) == ("", 3, 3)
-    assert "training (steps of SGD: 3 in 1) and onnxruntime" in table.summary([outcome.json()])
-    older = {**outcome.json(), "steps": 1}
-    assert "training (steps of SGD: 3 in 1, 1 in 2) and" in table.summary([older, outcome.json(), older])
+    facts, fewer = page.facts("onnxruntime", {}), {**outcome.json(), "steps": 1}
+    assert "`calibrate`, 3 steps of SGD" in page.text({**facts, "models": [outcome.json()]})
+    assert "`calibrate`, 1 to 3 steps of SGD" in page.text({**facts, "models": [fewer, outcome.json()]})
 
 
 def test_what_cannot_be_quantized_is_in_the_table() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from benchmarks.pages.zoo_models import pipeline, table
+    from benchmarks.pages.zoo_models import pipeline, sums, table
     from benchmarks.pages.zoo_models.recipe import Recipe
 
     recipe = Recipe("own/wrong", "own", lambda: torch.nn.Linear(4, 4), lambda: (torch.rand(2, 5),))
     outcome = pipeline.run(recipe, "onnxruntime", export=False).json()
+    killed = {"name": "own/slow", "family": "own", "failed": "time", "error": "longer than 600 s"}
     assert outcome["failed"] == "float"
-    assert "**float: RuntimeError" in table.markdown([outcome])
-    assert "0 went through all steps**, training and onnxruntime included; 1 did not: own/wrong" in table.summary(
-        [outcome]
-    )
-    assert "| own/wrong | float | RuntimeError" in table.failures([outcome])
+    assert "float: RuntimeError" in table.notes(outcome)
+    assert "| models that pass every step | 0 of 2 |" in sums.summary([outcome, killed])
+    assert "| own |  | 2 | 0 | 0 | 2 | 0 | 0 | 0 | 0 of 0 |" in sums.families([outcome, killed])
+    assert "| own/wrong | float | `RuntimeError" in sums.failures([outcome, killed])
+    assert "| own/slow | time | `longer than 600 s` |" in sums.failures([outcome, killed])
 
 
 @pytest.mark.slow
@@ -197,21 +201,84 @@ def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
     assert run.returncode == 0, run.stderr
     (outcome,) = json.loads(found.read_text())["models"]
     assert outcome["name"] == "torchvision/squeezenet1_0"
-    assert f"| squeezenet1_0 | {outcome['quantized']} | none |" in page.read_text()
+    assert f"| torchvision | classification | 1 | 1 | 0 | 0 | {outcome['quantized']} | 0 |" in page.read_text()
 
 
-def test_the_documented_table_is_that_of_the_results() -> None:
-    pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
-    from benchmarks.pages.zoo_models import table
+def test_the_documented_page_is_that_of_the_results() -> None:
+    from benchmarks.pages.zoo_models import page, sums
 
-    outcomes = json.loads((FOLDER / "results" / "zoo.json").read_text())["models"]
-    text = (FOLDER.parent / "docs" / "zoo.md").read_text()
-    for part in (table.summary(outcomes), table.failures(outcomes), table.markdown(outcomes)):
-        assert part in text
-    models, traced = re.findall(r"(\d+) models: (\d+)", table.summary(outcomes))[0]
-    assert f"{traced} of {models} in the [zoo]" in (FOLDER.parent / "README.md").read_text()
-    differing = [o["name"] for o in outcomes if o.get("weight_codes", [0])[0] or o.get("quantizer_codes", [0])[0]]
-    assert differing == []
+    results = json.loads((FOLDER / "results" / "zoo.json").read_text())
+    assert (FOLDER.parent / "docs" / "zoo.md").read_text() == page.text(results)
+    outcomes = results["models"]
+    traced = f"{sums.unchanged(outcomes)} of {len(outcomes)} in the [zoo]"
+    assert traced in (FOLDER.parent / "README.md").read_text()
+    assert [o["name"] for o in outcomes if not o["failed"] and sums.differing(o)] == []
+
+
+def test_names_of_submodules_are_short_and_without_what_they_contain() -> None:
+    from benchmarks.pages.zoo_models import sums
+
+    outcome = {"name": "own/net", "family": "own", "failed": "", "parts": (), "skip": ("b.0.c", "b.0", "b.1", "norm1")}
+    assert "| own | `untraced`: `b.*`, `norm1` |  | net |" in sums.remedies([outcome])
+
+
+def test_other_tools_take_recipes_drawn_from_all_that_take_one_tensor(monkeypatch) -> None:
+    from benchmarks.pages import zoo_peers
+    from benchmarks.pages.zoo_models.recipe import Recipe, floats
+
+    one, two = floats((2, 4)), floats((2, 4), (2, 4))
+    found = [
+        Recipe("own/parts", "own", nn.Identity, one, parts=("body",)),
+        Recipe("own/pair", "own", nn.Identity, two),
+        Recipe("own/leaf", "own", nn.Identity, one, skip=("body",)),
+        Recipe("own/integers", "own", nn.Identity, lambda: (torch.zeros(2, dtype=torch.int64),)),
+        Recipe("own/plain", "own", nn.Identity, one),
+    ]
+    monkeypatch.setattr(zoo_peers, "recipes", lambda: {recipe.name: recipe for recipe in found})
+    assert [recipe.name for recipe in zoo_peers.able()] == ["own/leaf", "own/parts", "own/plain"]
+    drawn = [recipe.name for recipe in zoo_peers.drawn(2)]
+    assert len(set(drawn)) == 2
+    assert drawn == [recipe.name for recipe in zoo_peers.drawn(2)]
+
+
+def test_the_error_of_torchao_is_its_own(monkeypatch) -> None:
+    from benchmarks.pages import zoo_peers
+
+    def fails(error: Exception) -> Any:
+        def prepare(model: nn.Module, x: torch.Tensor) -> nn.Module:
+            raise error
+
+        return prepare
+
+    own, second = ValueError("cannot capture"), TypeError("symbolic tracing")
+    peer = SimpleNamespace(qat_model_as_exported=fails(own), qat_model=fails(second))
+    monkeypatch.setitem(sys.modules, "benchmarks.peers.torchao_pt2e", peer)
+    with pytest.raises(ValueError, match="cannot capture"):
+        zoo_peers.prepared(nn.Identity(), torch.rand(1), "torchao pt2e")
+
+
+def test_models_that_need_a_remedy_fail_without_it() -> None:
+    from benchmarks.pages.zoo_models import peers_table
+
+    plain = {"failed": "", "error": "", "parts": (), "skip": (), "note": "", "output_difference": 0.5}
+    models = {
+        "plain": plain,
+        "leaf": {**plain, "skip": ("body",), "untraceable": "prepare: cannot trace"},
+        "older": {**plain, "note": "exporter='torchscript': 'dynamo' fails"},
+        "off": {**plain, "failed": "quantizers off", "error": "ValueError", "output_difference": None},
+    }
+    rows = peers_table.ours({"models": [{"name": name, **outcome} for name, outcome in models.items()]}, models)
+    found = {(row["model"], row["tool"]): (row["failed"], row["difference"]) for row in rows}
+    assert found == {
+        ("plain", "qtoolkit"): ("", 0.5),
+        ("plain", "qtoolkit, without remedies"): ("", 0.5),
+        ("leaf", "qtoolkit"): ("", 0.5),
+        ("leaf", "qtoolkit, without remedies"): ("prepare", None),
+        ("older", "qtoolkit"): ("", 0.5),
+        ("older", "qtoolkit, without remedies"): ("export", None),
+        ("off", "qtoolkit"): ("prepare", None),
+        ("off", "qtoolkit, without remedies"): ("prepare", None),
+    }
 
 
 def test_labels_come_from_verdicts() -> None:

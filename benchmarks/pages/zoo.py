@@ -4,10 +4,11 @@ python -m benchmarks.pages.zoo                run all models; print the table, w
 python -m benchmarks.pages.zoo --list         print the names of the models
 python -m benchmarks.pages.zoo --only resnet vit_b  models whose names contain one of these; =torchvision/vgg11 is one
 python -m benchmarks.pages.zoo --family timm  run one family
+python -m benchmarks.pages.zoo --write        run nothing, and write docs/zoo.md from benchmarks/results/zoo.json
 
 Weights are random, inputs are small, and each model runs on one thread. Each model runs in a separate process with a time
-limit, so that a failure affects only its own line of the table. Results are written as they come; those of models that do
-not run this time are kept.
+limit, so that a failure affects only its own row. Results are written as they come. Models that do not run this time keep
+their results.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.pages.zoo_models import MODULES, Recipe, page, recipes, table
+from benchmarks.pages.zoo_models import MODULES, Recipe, page, recipes, sums, table
 from benchmarks.pages.zoo_models.pipeline import run
 
 # The process of each model starts with these imported, where they are installed, which takes some seconds.
@@ -36,6 +37,7 @@ def arguments() -> argparse.Namespace:
         "--only", nargs="+", default=[], help="models whose names contain one of these; =NAME selects one model"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the models and exit")
+    parser.add_argument("--write", action="store_true", help="write the page from the JSON file, and run nothing")
     parser.add_argument("--backend", default="onnxruntime")
     parser.add_argument("--no-export", action="store_true", help="stop after convert")
     parser.add_argument("--jobs", type=int, default=1, help="number of models to run in parallel")
@@ -80,6 +82,9 @@ def run_apart(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run the command."""
     args = arguments()
+    if args.write:
+        args.markdown.write_text(page.text(json.loads(args.json.read_text())))
+        return
     named = chosen(args)
     if args.list:
         print("\n".join(f"{recipe.name}  ({recipe.family})" for recipe in named))
@@ -97,14 +102,14 @@ def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
             found.append(outcome)
             write(outcome, args)
     table.show(found)
-    print(table.summary(json.loads(args.json.read_text())["models"]))
+    print(sums.summary(json.loads(args.json.read_text())["models"]))
 
 
 def write(outcome: dict[str, Any], args: argparse.Namespace) -> None:
     """Write the results and the page with one more outcome."""
     before = json.loads(args.json.read_text()) if args.json.exists() else {"models": []}
     outcomes = {o["name"]: o for o in (*before["models"], outcome)}
-    order = [*recipes(), *outcomes]  # those of packages that are not installed here come last
+    order = [*recipes(), *outcomes]  # models of packages that are not installed here come last
     models = [outcomes[name] for name in dict.fromkeys(order) if name in outcomes]
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(page.json_text({**page.facts(args.backend, before), "models": models}))

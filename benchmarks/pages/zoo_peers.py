@@ -1,11 +1,12 @@
 """Models of the zoo through other tools: prepared, trained for one step, exported, and run in onnxruntime.
 
-python -m benchmarks.pages.zoo_peers              draw models of the zoo, run all tools that are installed, write the zoo's page
+python -m benchmarks.pages.zoo_peers --draw 40    draw models of the zoo, run all tools on them, write the zoo's page
+python -m benchmarks.pages.zoo_peers              run all tools on the models of the stored results
 python -m benchmarks.pages.zoo_peers --tools NNCF  run some of the tools, and keep the results of the others
-python -m benchmarks.pages.zoo_peers --draw 40    draw other models than those of the stored results
 
-The models are drawn by a seed from those that went through all steps here, take one tensor, and take few seconds. Each
-runs in a process of its own with a limit of processor time. The versions of the tools are in `peers/requirements.txt`.
+The models are drawn by a seed from all recipes that take one floating-point tensor, which is what the tools' programs here
+take: models that fail in qtoolkit are among them. Each runs in a process of its own with a limit of processor time. The
+versions of the tools are in `peers/requirements.txt`.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import re
 import resource
 import signal
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +27,33 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.pages.zoo_models import Recipe, page, recipes
-from benchmarks.pages.zoo_models.peers_table import OURS, TOOLS, models_in, sums
+from benchmarks.pages.zoo_models.peers_table import OF_ALL, TOOLS, models_in, ours, sums
 from benchmarks.peers import model_builder, model_exporter, versions
 
 SEED = 40
-SECONDS = 6.0  # processor time that a model takes here at most
 FOLDER = re.compile(r"/\S*/(?=model\.onnx)")  # of a file, in an error
+LONGEST = 400  # characters of an error
 WAIT = 10  # seconds to wait at most for each second of processor time
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "results" / "zoo_peers.json"
 PROCESSES = multiprocessing.get_context("forkserver")
 
 
-def drawn(count: int, zoo: dict[str, Any]) -> list[Recipe]:
-    """Return models of the zoo, drawn by the seed."""
+def able() -> list[Recipe]:
+    """Return the recipes that the tools can take, sorted by name."""
     named = recipes()
-    able = [o["name"] for o in zoo["models"] if not o["failed"] and sum(o["seconds"].values()) < SECONDS]
-    able = sorted(name for name in able if name in named and _takes_one_tensor(named[name]))
-    random.Random(SEED).shuffle(able)
-    return [named[name] for name in able[:count]]
+    return [named[name] for name in sorted(named) if _takes_one_tensor(named[name])]
+
+
+def drawn(count: int) -> list[Recipe]:
+    """Return recipes, drawn by the seed. No result of any tool has a part in it."""
+    return random.Random(SEED).sample(able(), count)
 
 
 def _takes_one_tensor(recipe: Recipe) -> bool:
     inputs = recipe.inputs()
     one = isinstance(inputs, tuple) and len(inputs) == 1 and isinstance(inputs[0], Tensor)
-    return one and not recipe.parts and inputs[0].is_floating_point()
+    return one and inputs[0].is_floating_point()
 
 
 def run_here(name: str, tool: str, out: Path, limit: int) -> None:
@@ -64,21 +68,21 @@ def run_here(name: str, tool: str, out: Path, limit: int) -> None:
         _steps(model, x, tool, outcome)
         outcome["failed"] = ""
     except Exception as error:  # another tool may raise any error
-        outcome["error"] = FOLDER.sub("", f"{type(error).__name__}: {error}")
+        outcome["error"] = FOLDER.sub("", f"{type(error).__name__}: {error}")[:LONGEST]
     out.write_text(json.dumps(outcome))
 
 
 def _steps(model: nn.Module, x: Tensor, tool: str, outcome: dict[str, Any]) -> None:
     outcome["failed"] = "prepare"
-    prepared = _prepared(model, x, tool)
+    model = prepared(model, x, tool)
     outcome["failed"] = "train"
-    optimizer = torch.optim.SGD([p for p in prepared.parameters() if p.requires_grad], lr=1e-4)
-    sum(y.square().mean() for y in _outputs(prepared(x))).backward()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    sum(y.square().mean() for y in _outputs(model(x))).backward()
     optimizer.step()
     outcome["failed"] = "export"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
-        written = model_exporter(tool)(prepared, x, file)
+        written = model_exporter(tool)(model, x, file)
         outcome["failed"] = "run"
         session = onnxruntime.InferenceSession(file)
         theirs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -91,8 +95,8 @@ def _steps(model: nn.Module, x: Tensor, tool: str, outcome: dict[str, Any]) -> N
     )
 
 
-def _prepared(model: nn.Module, x: Tensor, tool: str) -> nn.Module:
-    """Prepare by the tool, as symbolic tracing or as torch.export captures the model, whichever works."""
+def prepared(model: nn.Module, x: Tensor, tool: str) -> nn.Module:
+    """Prepare by the tool. torchao gets a second attempt on a graph of torch.fx; if both fail, the first error is raised."""
     build = model_builder(tool)
     if tool != "torchao pt2e":
         return build(model, x)
@@ -100,8 +104,11 @@ def _prepared(model: nn.Module, x: Tensor, tool: str) -> nn.Module:
 
     try:
         return qat_model_as_exported(model, x)
-    except Exception:  # its quantizer refuses modules that are called twice
-        return build(model, x)
+    except Exception as own:  # its quantizer refuses modules that are called twice, which the graph does not have
+        try:
+            return build(model, x)
+        except Exception:
+            raise own from None
 
 
 def _outputs(values: Any) -> list[Tensor]:
@@ -125,20 +132,20 @@ def run_apart(name: str, tool: str, limit: int) -> dict[str, Any]:
     return {"model": name, "tool": tool, "failed": "time" if late else "process", "error": error, "difference": None}
 
 
-def ours(zoo: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
-    """Return what the zoo says of these models."""
-    of = {o["name"]: o for o in zoo["models"]}
-    return [
-        {"model": name, "tool": OURS, "failed": "", "error": "", "difference": of[name]["output_difference"]}
-        for name in names
-    ]
+def _versions(stored: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of the tools; of those that are not installed, the versions that the stored results have."""
+    return {name: stored.get(name, found) if found == "not installed" else found for name, found in versions().items()}
+
+
+def _draw_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: results[name] for name in ("draw", "of", "seed") if name in results}
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
-    parser.add_argument("--draw", type=int, default=0, help="how many models to draw anew")
+    parser.add_argument("--draw", type=int, default=0, help="how many models to draw from all recipes")
     parser.add_argument("--limit", type=int, default=120, help="processor time for each model and tool in seconds")
     parser.add_argument("--zoo", type=Path, default=page.ZOO)
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -147,12 +154,13 @@ def main() -> None:
         ["torch._dynamo", "torch.onnx", "onnxscript", "onnxruntime", "torchvision.models", "timm"]
     )
     zoo = json.loads(args.zoo.read_text())
-    before = [] if args.draw else json.loads(args.json.read_text())["models"]
-    names = [recipe.name for recipe in drawn(args.draw, zoo)] if args.draw else models_in({"models": before})
-    rows = {(o["model"], o["tool"]): o for o in (*before, *ours(zoo, names))}
+    stored = {} if args.draw else json.loads(args.json.read_text())
+    draw = {"draw": OF_ALL, "of": len(able()), "seed": SEED} if args.draw else _draw_of(stored)
+    names = [recipe.name for recipe in drawn(args.draw)] if args.draw else models_in(stored)
+    rows = {(o["model"], o["tool"]): o for o in (*stored.get("models", ()), *ours(zoo, names))}
     for name, tool in tqdm([(n, t) for n in names for t in args.tools], leave=False):
         rows[name, tool] = run_apart(name, tool, args.limit)
-        results = {"seed": SEED, "seconds": SECONDS, **versions(), "models": list(rows.values())}
+        results = {**draw, "limit": args.limit, **_versions(stored), "models": list(rows.values())}
         args.json.write_text(page.json_text(results))
     print("\n".join(sums(json.loads(args.json.read_text()))))
     page.PAGE.write_text(page.text(zoo))

@@ -1,17 +1,17 @@
-"""docs/zoo.md: the sums, the comparison with other tools, the meaning of the columns, and the tables."""
+"""docs/zoo.md: the sums over all models, the remedies, and the comparison with other tools."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.pages.zoo_models import peers_table
-from benchmarks.pages.zoo_models.table import failures, markdown, summary
+from benchmarks.pages.zoo_models import peers_table, sums
 from benchmarks.pages.zoo_models.timm_families import DRAWN, SEED
+from benchmarks.report import markdown_lines
 
 HERE = Path(__file__).parents[2]
 PAGE = HERE.parent / "docs" / "zoo.md"
@@ -27,75 +27,82 @@ PACKAGES = {
     "vit_pytorch": "vit-pytorch",
 }
 
+# What runs of each library: its name in the results, and its models.
+LIBRARIES = {
+    "torchvision": ("torchvision", "all"),
+    "timm": (
+        "timm",
+        f"a small model of each family, and {DRAWN} drawn by seed {SEED} from models with names of small ones",
+    ),
+    "transformers": ("transformers", "small models from configs"),
+    "ultralytics": ("ultralytics", "the smallest network of each generation, task and head"),
+    "spandrel": ("spandrel", "small networks"),
+    "segmentation_models_pytorch": ("segmentation_models", "all decoders, on small encoders"),
+    "monai": ("monai", "small networks"),
+    "torchaudio": ("torchaudio", "small networks"),
+    "vit_pytorch": ("vit_pytorch", "small models, one of each paper"),
+    "pytorchcv": ("pytorchcv", "a small network of each family that no other library here has"),
+}
+
 TEXT = """# The model zoo
+
+{count} models of {libraries} libraries go through `prepare`, `calibrate`, {steps} steps of SGD, `convert`, `export_onnx` and a
+comparison with onnxruntime.
 
 {summary}
 
-`python -m benchmarks.pages.zoo` prints these figures and writes this page; `--only resnet18` or `--family timm` runs some
-of the models and keeps the other results. Models of packages that are not installed are left out, and keep theirs;
-`benchmarks/pages/zoo_models/requirements.txt` has the packages. The data is in `benchmarks/results/zoo.json`.
+`benchmarks/results/zoo.json` has the results of each model: its quantized layers and ops, the reason for each op in float, the
+errors that name a remedy, all differences, and the times of the steps.
 
-## The same models through other tools
+## Results by family
 
-{peers}
+{families}
 
-## What does not come through, and why
+- **unchanged**: `prepare` traces the model as it is.
+- **with a remedy**: the model is prepared in one of the other ways of the next table.
+- **values that differ**: weights, and the outputs of quantizers that get the same inputs in both runtimes.
+- **rounding ties**: outputs that differ by one step, of layers that get the same inputs in both runtimes.
+
+## How models are prepared
+
+{ways}
+
+## Models that need a remedy
+
+`*` stands for a number in a name; `untraced` takes the full names. Reasons are from the error of `prepare`, or from the recipe.
+
+{remedies}
+
+## Layers in float
+
+Layers with weights that remain in float, by the reason in `qt.quantization_report`:
+
+{in_float}
+
+## Failures
 
 {failures}
 
-Causes that are known:
+## The same models in other tools
 
-- *A value that Python uses is ... now*: the forward asks for the device (`x.is_cpu`, `x.type()`), and tracing answers for
-  the meta device, on which it computes sizes. The message names sizes. Such a submodule is a leaf module in `untraced`.
-- *Branches on self.training*: the branch of eval mode cannot be traced. Prepare in eval mode, as a note says where
-  the recipe does, or make the submodule a leaf module.
-- *A value of type int has no length*, *unpackString*, *new() received*: `torch.tensor(x.size(0))`, a test of autocast for
-  `x.device.type`, and `x.new(sizes)` get a traced value in C++. The error names the leaf module, or replacement.
-- `unsafe_chunk` (tacotron2), `sort` (atd), `uniform` (ats_vit), complex numbers (hdemucs): neither exporter of torch writes
-  the op. Files of the float models fail with the same error. The parts around it are quantized and exported, as the error
-  advises.
-- *FlexAttention*: torch has no backward of it on the CPU, not even for the float models. The recipes of vit-pytorch's
-  vit_nd let the models compute attention as on a device without it.
-- *By more than rounding ties*: a range that holds rounding errors alone.
-    - levit of vit-pytorch as it is initialized; its recipe sets gammas of 0 to 1. An attention without a residual ends with
-      a batch norm of gamma 0, so that all stages behind it get a constant. Their batch norms see a variance of 0 and
-      multiply by 1/sqrt(eps) = 316. After three steps of training one channel of 128 differed, by 100 steps of 9.6e-9:
-      torch sums to 0 and onnxruntime to 9.5e-7, which is one unit in the last place of the bias, -13.2 (in float64 the sum
-      is 6.7e-7). With gammas of 1 at most two codes differ, by one step.
-    - hdemucs, whose recipe turns two quantizers off: a sigmoid of -20 is 1.8e-9, in steps of 4.2e-12. onnxruntime's
-      sigmoid has an error of 1e-7 there: below -18 it is 0.
+{peers}
 
 ## What runs
 
-Every model of torchvision {torchvision}; of timm {timm} a small model of each family and {drawn} drawn by seed {seed}
-from those whose names say that they are small; small models from configs of transformers {transformers}; decoders and
-encoders of segmentation_models_pytorch {segmentation_models}; small networks of spandrel {spandrel}, MONAI {monai},
-torchaudio {torchaudio}, vit-pytorch {vit_pytorch} and pytorchcv {pytorchcv}; the smallest networks of ultralytics
-{ultralytics} for each task. They go through `prepare` (in training mode, unless a note says otherwise), `calibrate`,
-three steps of SGD, `convert`, `export_onnx` and verification in onnxruntime {onnxruntime}. What cannot be traced goes on
-as the error advises: with the leaf module that it names, or by `qt.quant_modules.replace`; an export, by the exporter
-that its error names. Weights are random, inputs are small, the backend is {backend}; torch {torch}, one thread of
-{cores} shared cores.
+{versions}
 
-- **layers** have weights; **ops** are all others. Layers that *forward does not call* are there for another mode, for other
-  inputs or for tied weights: heads for training in detectors, the shared embedding of T5. Ops in float are counted by kind,
-  or by name if no kind contains the function. *relu after a float op* does not directly follow a quantized op. The backend
-  computes *layer_norm* and the like in float.
-- **off**: largest difference from the float model in eval mode with quantizers disabled, relative to the largest
-  output. *Norms kept*: the qconfig_mapping leaves batch norms unfolded; the difference must be 0, except in models with
-  SiLUs, which onnxruntime computes as x * sigmoid(x), with one more rounding than torch's. *Norms folded*: as the
-  prepared model computes in eval mode and as it is exported. The differences are float32 rounding errors, which grow
-  with the depth of the model (in float64 the deepest, deeplabv3_resnet101, differs by 2e-12, and yolov9t, whose SiLUs
-  differ most, by 9e-13).
-- **layer codes differing**: torch computes each layer from the codes that onnxruntime has at its inputs; the
-  differences are rounding ties. Codes of weights, and codes of quantizers for the inputs that they have in onnxruntime,
-  must be equal; otherwise the cell reports them. **Output difference**: largest difference of onnxruntime's outputs end
-  to end, relative to the largest output; ties accumulate through layers with random weights.
-- **trace**: processor seconds to trace the graph; **rest of prepare**: processor seconds of `prepare` minus those of
-  tracing. A first trace in the same process is not counted.
-- **notes**: submodules that are prepared separately because the model's forward cannot be traced; leaf modules, named
-  by `untraced`; use of torch's older exporter, or of gradient clipping, with the reason.
+Weights are random, inputs are small, the target is {backend} {onnxruntime}, PyTorch is {torch}, and each model runs on one
+thread. Models are prepared in training mode, except those that the table of remedies names.
 
+| command | result |
+|---|---|
+| `python -m benchmarks.pages.zoo` | runs all models, and writes the JSON file and this page |
+| `python -m benchmarks.pages.zoo --only resnet18` | runs models with this text in their names, and keeps the other results |
+| `python -m benchmarks.pages.zoo --family timm` | runs one family, and keeps the other results |
+| `python -m benchmarks.pages.zoo --write` | runs nothing, and writes this page from the JSON file |
+| `python -m benchmarks.pages.zoo_peers` | runs other tools on models of the zoo |
+
+Models of libraries that are not installed do not run. `benchmarks/pages/zoo_models/requirements.txt` names the packages.
 """
 
 
@@ -104,7 +111,7 @@ def facts(backend: str, before: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         backend: The backend's name.
-        before: The facts of the results so far; the version of a package that is not installed here is taken from them.
+        before: The facts of the stored results. They give the versions of packages that are not installed here.
     """
     return {
         "backend": backend,
@@ -131,24 +138,66 @@ def json_text(results: Mapping[str, Any]) -> str:
 def text(results: Mapping[str, Any]) -> str:
     """Return the page for the results, with the comparison as it is stored."""
     models = results["models"]
-    compared = peers_text(json.loads(PEERS.read_text())) if PEERS.exists() else ""
-    texts = {"summary": summary(models), "failures": failures(models), "peers": compared}
-    return TEXT.format(**results, **texts, seed=SEED, drawn=DRAWN) + markdown(models)
+    sections = ("summary", "families", "ways", "remedies", "in_float", "failures")
+    present = list(dict.fromkeys(map(sums.library_of, models)))
+    return TEXT.format(
+        **{name: results[name] for name in ("backend", "onnxruntime", "torch")},
+        **{name: getattr(sums, name)(models) for name in sections},
+        count=len(models),
+        libraries=len(present),
+        steps=_steps(models),
+        versions=_versions(present, results),
+        peers=peers_text(json.loads(PEERS.read_text())) if PEERS.exists() else "Not measured.",
+    )
 
 
-COMPARED = """{count} of the models, drawn by seed {seed} from those that went through all steps, take one tensor and
-take at most {seconds:.0f} seconds here. Each other tool has its default int8 configuration for training, one step of SGD,
-and its own way to an ONNX file.
-*Within* and *equal*: the outputs of onnxruntime beside the exported model's in PyTorch, relative to the largest:
-at most {near:g} and {equal:g}. A rounding tie in one layer changes outputs of random weights by more than that, in every
-tool; no other one compares codes. *Out of time*: stopped after 60 s of processor time. torchao takes a
-model by torch.export, and Brevitas by its graph. `python -m benchmarks.pages.zoo_peers` prints the table; the data is in
-`benchmarks/results/zoo_peers.json`.
+def _steps(models: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many steps the models trained: "3", or "1 to 3"."""
+    counts = sorted({o["steps"] for o in models if not o["failed"]})
+    return " to ".join(map(str, dict.fromkeys(counts[:1] + counts[-1:]))) or "no"
+
+
+def _versions(present: Sequence[str], results: Mapping[str, Any]) -> str:
+    known = [(name, *LIBRARIES[name]) for name in present if name in LIBRARIES]
+    rows = [[name, results[key], models] for name, key, models in known]
+    return "\n".join(markdown_lines(["library", "version", "models"], rows))
+
+
+OF_ALL = """{count} models, drawn by seed {seed} from all {of} recipes of the zoo that take one floating-point tensor.
+Models that fail in qtoolkit, or need a remedy, are among them."""
+OF_PASSING = """**This draw favours qtoolkit.** It has {count} models, drawn by seed {seed} from the models that pass every
+step in qtoolkit, take one floating-point tensor, and run in at most 6 s. The table shows how models that work in qtoolkit do
+in other tools, and not the reverse. `python -m benchmarks.pages.zoo_peers --draw 40` draws from all recipes, failures
+included."""
+DRAWS = {peers_table.OF_ALL: OF_ALL, peers_table.OF_PASSING: OF_PASSING}
+COMPARED = """{draw}
+
+Each other tool has its default int8 configuration for training, one step of SGD, and its own ONNX export. It gets models
+without a remedy, so the row to compare with is *qtoolkit, without remedies*. Both rows of qtoolkit are from the results above.
+torchao gets a second attempt, on a graph of `torch.fx`, if its own capture fails. The limit is {limit} s of processor time.
+
+{sums}
+
+- **within 1 %**, **equal**: the outputs of onnxruntime and PyTorch differ by at most {near:g} and {equal:g} of the largest
+  output. One rounding tie in a layer with random weights can change outputs by more than 1 %, in every tool.
+
+Errors, with the tool's own message. Messages that differ only in numbers are one row:
+
+{failures}
+
+`benchmarks/results/zoo_peers.json` has the results of each model.
 """
 
 
 def peers_text(results: Mapping[str, Any]) -> str:
     """Return the comparison with other tools."""
-    count, bounds = len(peers_table.models_in(results)), {"near": peers_table.NEAR, "equal": peers_table.EQUAL}
-    text = COMPARED.format(count=count, seed=results["seed"], seconds=results["seconds"], **bounds)
-    return "\n".join([text, *peers_table.sums(results), *peers_table.failures(results)])
+    count = len(peers_table.models_in(results))
+    draw = DRAWS[results["draw"]].format(count=count, seed=results["seed"], of=results.get("of"))
+    return COMPARED.format(
+        draw=draw,
+        limit=results["limit"],
+        near=peers_table.NEAR,
+        equal=peers_table.EQUAL,
+        sums="\n".join(peers_table.sums(results)),
+        failures="\n".join(peers_table.failures(results)),
+    ).strip()

@@ -58,7 +58,7 @@ class Outcome:
         off_difference: Largest relative difference from the float model in eval mode, with quantizers disabled and batch
             norms kept.
         folded_difference: The same with batch norms folded, as the prepared model computes in eval mode.
-        weight_codes, quantizer_codes, layer_codes: Number of codes that differ in onnxruntime, and number compared.
+        weight_codes, quantizer_codes, layer_codes: Number of values that differ in onnxruntime, and number compared.
         output_difference: Largest relative difference of the outputs from onnxruntime's, end to end.
         seconds: Processor time of each step.
         untraceable: The error of a model that cannot be traced as it is, or "".

@@ -109,8 +109,8 @@ NETWORKS: Mapping[str, tuple[Mapping[str, Any], *tuple[tuple[int, ...], ...]]] =
 }
 OTHER_OPS = "prepared in eval mode: its forward has other ops in training mode"
 NOTES = {
-    "SPAN": "its Conv3XC, which assign weights in forward, replaced by the convolutions that they compute in eval mode",
-    "ATD": "a sort is between the parts, which neither exporter of torch writes",
+    "SPAN": "Conv3XC replaced by the convolution that it computes in eval mode: it assigns weights in forward",
+    "ATD": "torch cannot export the sort between the parts",
 }
 # Parts around an op that neither exporter of torch writes, as their errors advise.
 OF_ATD = [f"layers.{i}.residual_group.layers.{j}" for i in (0, 1) for j in (0, 1)]

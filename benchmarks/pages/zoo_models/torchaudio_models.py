@@ -66,14 +66,14 @@ HDEMUCS = {
     "parts": (*ENCODERS, *DECODERS),
     # It holds values of 1e-9: sigmoids of -20, of which onnxruntime's have an error of 1e-7.
     "off": ("freq_encoder.4.activation_quantizers.truediv_[14]",),
-    "note": "complex numbers are between the parts, which neither exporter of torch writes; two quantizers off",
+    "note": "torch cannot export the complex numbers between the parts; two quantizers are off",
 }
 TACOTRON2_PARTS = {
     "parts": (
         *(f"encoder.convolutions.{layer}" for layer in range(3)),
         *("decoder.prenet", "decoder.attention_layer", "postnet"),
     ),
-    "note": "LSTM cells are between the parts, of which neither exporter of torch writes unsafe_chunk",
+    "note": "torch cannot export unsafe_chunk in the LSTM cells between the parts",
 }
 
 

@@ -71,7 +71,7 @@ WAVES = {
 VIDEO = {**PATCHES, "num_frames": 4}
 VIEW = "exporter='torchscript': 'dynamo' fails for the float model too (a view of the result of attention)"
 EQUAL_SCORES = (
-    "gradients clipped to norm 1: after a larger step all scores are equal, and runtimes choose other ones of them"
+    "gradients clipped to norm 1: a larger step makes all scores equal, and runtimes then choose different ones"
 )
 OTHER_OPS = "prepared in eval mode: its forward has other ops in training mode"
 Inputs = Callable[[], Mapping[str, Tensor]]

@@ -18,7 +18,7 @@ TASKS = {
     "OBBModel": ("yolov8n-obb", "yolo11n-obb", "yolo26n-obb"),
     "ClassificationModel": ("yolov8n-cls", "yolo11n-cls", "yolo26n-cls", "yolov8n-cls-resnet50"),
 }
-OF_DECODER = {"note": "prepared in eval mode: its decoder computes boxes there alone", "training": False}
+OF_DECODER = {"note": "prepared in eval mode: its decoder computes boxes in eval mode only", "training": False}
 
 
 def ultralytics_recipes() -> Iterable[Recipe]:

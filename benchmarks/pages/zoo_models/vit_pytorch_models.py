@@ -156,7 +156,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
 
 
 def _start_gammas(model: nn.Module) -> None:
-    """Let gammas of 0 be 1: behind them the model has constants alone until they are trained."""
+    """Set gammas of 0 to 1: with 0, later layers get constants until gamma is trained."""
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d) and not norm.weight.any():
             nn.init.ones_(norm.weight)
@@ -168,13 +168,13 @@ def _compute_attention_by_ops(model: nn.Module) -> None:
 
 
 # What is changed of a model once it is built, and the note that says so.
-GAMMAS = (_start_gammas, "gammas of 0 are 1: behind them are constants until they are trained")
-BY_OPS = (_compute_attention_by_ops, "attention by ops of its own: torch has no backward of FlexAttention on the CPU")
+GAMMAS = (_start_gammas, "gammas of 0 set to 1: with 0, later layers get constants until gamma is trained")
+BY_OPS = (_compute_attention_by_ops, "attention without FlexAttention: torch has no backward for it on the CPU")
 CHANGES: Mapping[str, tuple[Callable[[nn.Module], None], str]] = {
     "levit.LeViT": GAMMAS,
     **{f"{module}.ViTND": BY_OPS for module in ("vit_nd", "vit_nd_pope", "vit_nd_rotary")},
 }
-SAMPLING = "random numbers are between the parts, which neither exporter of torch writes"
+SAMPLING = "torch cannot export the random numbers between the parts"
 PARTS: Mapping[str, tuple[str, ...]] = {
     "ats_vit.ViT": (
         *("to_patch_embedding", "transformer.layers.0.0", "transformer.layers.0.1"),
