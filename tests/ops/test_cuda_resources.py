@@ -1,4 +1,4 @@
-"""What the compiled CUDA kernels take, read from the machine code of the built library: docs/design/performance.md states it."""
+"""What the compiled CUDA kernels take, read from the machine code of the built library (docs/design/performance.md)."""
 
 import pytest
 
