@@ -169,6 +169,7 @@ def test_a_row_that_takes_too_long_has_failed() -> None:
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_small_layers_are_timed_by_arithmetic(tmp_path) -> None:
     out, page = tmp_path / "small.json", tmp_path / "page.md"
     run = processes.python("-m", "benchmarks.pages.small_layers", "--few", "--seconds", "0", "--json", str(out))
@@ -384,6 +385,7 @@ def test_both_networks_see_the_same_crops() -> None:
     assert raw.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_training_that_was_ended_goes_on_bit_for_bit(optimizer: str, tmp_path, monkeypatch) -> None:
     from mlperf_tiny import ResNet8

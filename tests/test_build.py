@@ -148,6 +148,7 @@ def test_each_source_is_in_one_unit_and_a_change_of_it_builds_again(monkeypatch)
     assert {str(p.relative_to(ROOT)) for p in (*sources, *(ROOT / "csrc").rglob("*.h"))} <= {*library.depends}
 
 
+@pytest.mark.slow
 def test_importing_torch_first_is_not_needed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import qtoolkit"], capture_output=True, text=True, check=False, cwd=ROOT
@@ -173,6 +174,7 @@ print(os.waitpid(child, 0)[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux lists a process's threads there")
 def test_importing_starts_no_threads() -> None:
     """A forked process would wait for threads that it does not have."""

@@ -154,6 +154,7 @@ def interrupted_at(call: int | None) -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exporter", "moments"), [("torchscript", 25), ("dynamo", 6)])
 def test_ctrl_c_at_any_moment_of_export(tmp_path, exporter: str, moments: int) -> None:
     pytest.importorskip("onnxscript")
@@ -201,6 +202,7 @@ LOADERS: dict[str, Callable[[nn.Module, dict], object]] = {
 }
 
 
+@pytest.mark.slow
 @examples(120)
 @given(
     st.sampled_from(sorted(SAVED)),

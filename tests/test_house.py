@@ -155,6 +155,7 @@ print("compiled")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "prints"),
     [(AN_IMPORT, "0 0 []\n"), pytest.param(A_COMPILATION, "compiled\n", marks=pytest.mark.slow)],
@@ -227,6 +228,7 @@ def test_no_op_has_more_than_20_arguments() -> None:
     assert not {name: count for name, count in found.items() if count > 20}
 
 
+@pytest.mark.slow
 def test_the_package_does_not_grow_unseen() -> None:
     lines = sum(map(code_lines, FILES.values()))
     anys = sum(

@@ -112,6 +112,7 @@ def test_the_kernels_are_those_of_the_converted_model(tmp_path: Path) -> None:
     assert "computed in float: 2 of 2 conv layers ('0', '2')" in str(result)
 
 
+@pytest.mark.slow
 def test_weights_of_four_bits_keep_the_kernels_unless_they_are_packed(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

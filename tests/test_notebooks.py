@@ -77,6 +77,7 @@ def lines_of(cell: Any) -> list[str]:
     return sorted(" ".join(line.replace("-", " ").split()) for line in lines) + pictures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", slow_but(sorted(path.stem for path in TUTORIALS.glob("*.ipynb")), "own_quantizer"))
 def test_a_notebook_runs_and_has_the_outputs_of_its_code(notebook: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")

@@ -191,6 +191,7 @@ def saved(model: nn.Module) -> bytes:
         return archive.read(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dump", [pickle.dumps, saved], ids=["pickle", "torch.save"])
 @pytest.mark.parametrize("name", MODELS)
 def test_pickles_name_public_packages_only(name: str, dump: Callable[[nn.Module], bytes], models) -> None:

@@ -230,6 +230,7 @@ def test_both_inputs_of_an_add_are_quantized_on_onnxruntime() -> None:
     assert quantized_tensors(prepared_net("onnxruntime"))["bn2"] == ("add",)
 
 
+@pytest.mark.slow
 def test_nothing_stands_between_a_layer_and_its_batch_norm_or_activation() -> None:
     for backend in BACKENDS:
         sources = quantized_tensors(prepared_net(backend))

@@ -27,6 +27,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
     return processes.python("-m", "pytest", "-p", "no:cacheprovider", "benchmarks", *options, env=environment)
 
 
+@pytest.mark.slow
 def test_rows_of_a_group_are_compared_with_its_first_one_in_one_run(tmp_path: Path) -> None:
     found = run(*SEARCH, *QUICK, "--benchmark-json", tmp_path / "run.json")
     assert found.returncode == 0, found.stdout

@@ -38,6 +38,7 @@ def needed_for(module: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_change_of_a_package_reaches_the_tests_in_the_folder_of_its_name(package):
     folder = reach.ROOT / "tests" / package

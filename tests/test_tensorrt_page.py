@@ -52,6 +52,7 @@ def run_page(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> li
     return json.loads((folder / "tensorrt.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_engines_of_all_files_are_measured_and_compared_with_pytorch(
     stand_in: None, small: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

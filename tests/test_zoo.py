@@ -53,6 +53,7 @@ def outcome_of(name: str, export: bool) -> Any:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(WITHOUT_EXPORT, "timm/test_nfnet"))
 def test_every_layer_is_quantized_and_nothing_else_changes(name: str) -> None:
     outcome = outcome_of(name, export=False)
@@ -129,6 +130,7 @@ def test_what_torch_fx_cannot_trace_is_captured_by_torch_export() -> None:
     assert '| own | `capture="export"` | draws random numbers | draws |' in sums.remedies([outcome.json()])
 
 
+@pytest.mark.slow
 def test_parts_get_inputs_by_place_and_by_keyword_and_quantizers_may_be_off() -> None:
     pytest.importorskip("torchvision", reason="the zoo takes models from torchvision")
     from benchmarks.pages.zoo_models import pipeline

@@ -48,6 +48,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("damaged")
 
 
+@pytest.mark.slow
 @examples(200)
 @given(st.lists(st.tuples(PLACE, BYTE), max_size=8), PLACE | st.none(), st.sampled_from(COMMANDS))
 def test_damaged_files_never_crash(folder, changes: list[tuple[int, int]], end: int | None, command: list[str]) -> None:
@@ -107,6 +108,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 @examples(200)
 @given(
     st.sampled_from(FILES),

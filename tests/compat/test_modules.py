@@ -141,6 +141,7 @@ def test_copies_and_pickles_compute_the_same(make):
     assert torch.equal(make(layer)(data((1, 3, 5, 5))), layer(data((1, 3, 5, 5))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_models_compile_whole_and_export(calibrated):
     model = torch.nn.Sequential(

@@ -186,6 +186,7 @@ def test_under_autocast(dtype: torch.dtype) -> None:
     assert all(row.calls == 1 and 0 < row.gradient < 100 and 0 < row.levels <= 1 for row in watched.rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["watched", "compiled"])
 @pytest.mark.parametrize("road", ROADS)
 def test_compiled_models_are_watched(road: str, first: str) -> None:

@@ -250,6 +250,7 @@ def test_signed_codes_of_qualcomm_are_symmetric(tmp_path) -> None:
     assert len(files.encodings) == len(read)
 
 
+@pytest.mark.slow
 def test_ppl_has_16_bits_and_channels(export: Callable[[str], Export]) -> None:
     wide, narrow = (
         json.loads((export(name).folder / "net_clip_ranges.json").read_text())["ppl"] for name in ("ppl-w8a16", "ppl")

@@ -135,6 +135,7 @@ print(moments)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [1000, 1 << 30])
 def test_a_killed_export_leaves_the_old_file_or_the_new_one(tmp_path, largest: int) -> None:
     (tmp_path / "out").mkdir()

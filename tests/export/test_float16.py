@@ -295,6 +295,7 @@ def in_reference_evaluator(model: nn.Module, x: Tensor, path: Path) -> Followed:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_compares_with_the_model_in_float16_and_says_what_holds(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

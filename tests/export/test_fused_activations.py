@@ -120,6 +120,7 @@ def test_products_with_sums_are_gates_of_one_half_alone(tmp_path: Path) -> None:
     assert not qt.export.lint(result.path, "tensorrt")
 
 
+@pytest.mark.slow
 def test_other_files_keep_the_form_of_the_exporter(tmp_path: Path) -> None:
     assert has(written(Block(), tmp_path, float_type="float32").path, SIGMOID_FORM)
     assert has(written(Block(), tmp_path, "tensorrt8", float_type="float32").path, SIGMOID_FORM)
@@ -130,6 +131,7 @@ def test_other_files_keep_the_form_of_the_exporter(tmp_path: Path) -> None:
         dataclasses.replace(qt.backends["tensorrt"], silu_form="relu")
 
 
+@pytest.mark.slow
 def test_hard_swish_and_gelu_are_the_ops_that_its_parser_knows(tmp_path: Path) -> None:
     for opset, gelu in ((19, {"Div": 1, "Erf": 1, "Add": 1, "Mul": 2}), (20, {"Gelu": 1})):
         model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Hardswish(), nn.Conv2d(8, 8, 1), nn.GELU(), nn.Conv2d(8, 8, 1))

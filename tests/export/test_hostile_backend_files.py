@@ -39,6 +39,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @examples(400)
 @given(st.sampled_from(BACKENDS), st.integers(0, 9), changes(), st.none() | st.integers(0, 1 << 20))
 def test_damaged_files(folder, backend: str, which: int, drawn, end: int | None) -> None:

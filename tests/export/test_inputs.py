@@ -366,6 +366,7 @@ def test_models_in_float16_are_verified(tmp_path, exporter: str) -> None:
     assert codes.layer_codes.steps == 1
 
 
+@pytest.mark.slow
 def test_models_in_bfloat16_are_written_in_opset_22_without_verification(tmp_path) -> None:
     model, x = convolutions(torch.bfloat16)
     with pytest.raises(

@@ -575,6 +575,7 @@ def test_our_own_files_break_no_rule_of_their_target(name: str, backend: str, ex
     assert lint(own_file(build(), torch.rand(*shape), backend, exporter, tmp_path), backend) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime", "openvino"])

@@ -556,6 +556,7 @@ def test_quantizers_with_scales_of_equal_value_keep_their_names(tmp_path, export
 # ---- quantizers that are off
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("backend", ["tensorrt10", "onnxruntime"])

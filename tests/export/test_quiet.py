@@ -62,6 +62,7 @@ class Attends(nn.Module):
         return self.last(self.attention(self.queries, x, x)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "size"), [(Recurrent, 4), (Attends, 3)])
 def test_layers_of_torch_are_exported_in_quiet(tmp_path, caplog, model: type[nn.Module], size: int) -> None:
     inputs = (torch.rand(5, 2, size),)

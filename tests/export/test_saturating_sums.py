@@ -67,6 +67,7 @@ def test_the_trial_finds_what_the_processor_says() -> None:
     assert (not {"avx512_vnni", "avx_vnni"} & set(flags)) == WITHOUT
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("axis", [0, None])
 @pytest.mark.parametrize("integer_weights", [True, False])
@@ -132,6 +133,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

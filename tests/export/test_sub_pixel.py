@@ -149,6 +149,7 @@ def deconvolutions() -> nn.Module:
     return integer_form(Deconvolutions(4, 2, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("opset", [13, 17, 21, 26])
@@ -157,6 +158,7 @@ def test_in_each_opset(tmp_path, deconvolutions: nn.Module, opset: int, exporter
     assert_no_code_differs(deconvolutions, path)
 
 
+@pytest.mark.slow
 def test_of_any_batch_and_size(tmp_path, deconvolutions: nn.Module) -> None:
     integer, sizes = deconvolutions, ({0: "batch", 2: "height", 3: "width"},)
     path = qt.export_onnx(integer, X, tmp_path / "m.onnx", dynamic_shapes=sizes).path
@@ -164,6 +166,7 @@ def test_of_any_batch_and_size(tmp_path, deconvolutions: nn.Module) -> None:
     assert verify(integer, x, path).runtimes["onnxruntime"].codes.differing == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("geometry", "options"),
     [((3, 1), {"dilation": 2}), ((2, (2, 1)), {})],

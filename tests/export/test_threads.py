@@ -21,6 +21,7 @@ def calibrated(backend: str) -> nn.Module:
     return qt.convert(prepared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_exports_in_threads(tmp_path, shared: bool) -> None:
     models = (

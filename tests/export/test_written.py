@@ -229,6 +229,7 @@ class PaddedFloatFunction(PaddedFunction):
         return torch.zeros_like(padding, dtype=torch.float32).masked_fill(padding, -torch.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("net", [PaddedEncoder, PaddedFunction, PaddedFloatFunction])

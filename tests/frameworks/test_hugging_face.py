@@ -113,6 +113,7 @@ def test_a_folder_restores_it_with_its_quantizers(name: str, road: str, tmp_path
     assert math.isfinite(train(again.train(MODELS[name].training), inputs, 1)[0])
 
 
+@pytest.mark.slow
 def test_outputs_inside_outputs_keep_their_classes() -> None:
     model, inputs = built("clip").eval(), MODELS["clip"].inputs()
     prepared = qt.prepare(model, inputs, "onnxruntime")
@@ -122,6 +123,7 @@ def test_outputs_inside_outputs_keep_their_classes() -> None:
     assert torch.equal(output.logits_per_image, expected.logits_per_image)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
 def test_values_that_transformers_captures_by_hooks_are_outputs(option: str) -> None:
     model, inputs = built("bert").eval(), tokens()
@@ -153,6 +155,7 @@ def test_quantize_when_loading(tmp_path: Path) -> None:
     assert equal(model(**inputs), expected(**inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ROADS)
 def test_a_folder_restores_learned_scales_and_rules_for_types(road: str, tmp_path: Path) -> None:
     learned = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(bits=4, axis=0, quantizer="lsq"))
@@ -171,6 +174,7 @@ def test_a_folder_restores_learned_scales_and_rules_for_types(road: str, tmp_pat
     assert equal(again(**inputs), ours(**inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ROADS)
 def test_a_folder_is_loaded_in_another_dtype(road: str, tmp_path: Path) -> None:
     model, inputs = quantized("vit", road)
@@ -204,6 +208,7 @@ def test_a_transformers_that_lacks_something_is_named(monkeypatch: pytest.Monkey
         qt.quant_modules.replace(built("vit"), backend="tensorrt10")
 
 
+@pytest.mark.slow
 def test_what_a_folder_cannot_hold_is_refused(tmp_path: Path) -> None:
     model, inputs = quantized("vit", "prepared")
     with pytest.raises(ValueError, match="this model is converted.*call qtoolkit.convert after from_pretrained"):
@@ -306,6 +311,7 @@ def greedily(model: nn.Module, words: Tensor, mask: Tensor | None = None) -> Ten
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("untraced", [False, True])
 @pytest.mark.parametrize("name", DECODERS)
@@ -331,6 +337,7 @@ def test_a_part_that_is_not_traced_may_make_a_cache_that_generate_leaves_out() -
     assert torch.equal(prepared.generate(**inputs, **GREEDY), greedily(prepared, inputs["input_ids"]))
 
 
+@pytest.mark.slow
 def test_a_prepared_decoder_generates_from_padded_texts_where_it_knows_their_positions() -> None:
     inputs = tokens()
     inputs["attention_mask"][0, :5] = 0
@@ -406,6 +413,7 @@ def test_a_prepared_model_returns_a_tuple_on_demand() -> None:
     assert type(prepared(**inputs, return_dict=False)) is tuple
 
 
+@pytest.mark.slow
 def test_a_prepared_decoder_takes_texts_of_any_length_and_refuses_what_its_graph_does_not_follow() -> None:
     model, inputs = built("gpt2").eval(), tokens()
     model.config.use_cache = True

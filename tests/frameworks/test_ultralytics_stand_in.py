@@ -77,6 +77,7 @@ def test_copies_and_pickles_compute_the_same(integration: Any) -> None:
             assert all(map(torch.equal, expected, tensors(other.train(training)(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 def test_a_trainer_that_builds_its_model_anew_trains_with_quantizers(quantizer: str, integration: Any) -> None:
     spec = qt.QConfig(qt.QuantSpec(quantizer=quantizer), qt.QuantSpec(axis=0, quantizer=quantizer))
@@ -101,6 +102,7 @@ def test_a_trainer_that_builds_its_model_anew_trains_with_quantizers(quantizer: 
         resumed.get_model(None, trainer.ema)
 
 
+@pytest.mark.slow
 def test_its_file_has_its_codes(integration: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="runs exported files; install the extra [onnx]")
     model, x = integration.quantize(float_model(), backend="onnxruntime"), images()

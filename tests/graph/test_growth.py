@@ -59,6 +59,7 @@ def calls(model: nn.Module) -> tuple[int, ...]:
     return of_prepare, of_report, *of_convert
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [*STEPS, "blocks"])
 def test_twice_the_graph_takes_twice_the_calls(step: str) -> None:
     models = [blocks(depth) if step == "blocks" else Deep(step, depth) for depth in (2, 2, 25, 50)]

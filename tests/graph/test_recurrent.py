@@ -75,6 +75,7 @@ def check_file(prepared: nn.Module, x: Tensor, path: Any) -> None:
     verify(qt.convert(prepared, arithmetic="integer"), x, path).check()
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "options", [{}, {"untraced": ["rnn"]}, {"capture": "export"}], ids=["traced", "untraced", "export"]
@@ -95,6 +96,7 @@ def test_a_layer_is_quantized_up_to_the_file(name: str, backend: str, options: d
     check_file(prepared, X, tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 def test_a_cell_is_quantized_with_one_quantizer_of_all_steps(cell: type[nn.Module], tmp_path) -> None:
     prepared = qt.prepare(Loop(cell(8, 8)).train(), X, backend="onnxruntime")
@@ -114,6 +116,7 @@ def test_it_computes_what_module_replacement_does() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(prepared))(X), prepared(X))
 
 
+@pytest.mark.slow
 def test_a_layer_inside_of_a_leaf_module_has_a_quantizer_of_its_input(tmp_path) -> None:
     prepared = qt.prepare(Tagger(Inside()).train(), X, backend="onnxruntime", untraced=["rnn"])
     assert verdicts(prepared)["rnn.rnn"].status is Status.QUANTIZED
@@ -128,6 +131,7 @@ def test_an_excluded_layer_and_its_input_stay_float(exclude: Any) -> None:
     assert "rnn" not in {edge.consumer for edge in prepared.plan.edges}
 
 
+@pytest.mark.slow
 def test_each_target_quantizes_them() -> None:
     for name in qt.backends:
         prepared = qt.prepare(Tagger(nn.GRU(8, 8, batch_first=True)).eval(), X, backend=name)

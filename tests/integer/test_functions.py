@@ -142,6 +142,7 @@ def test_what_no_layer_computes_stays_float(tmp_path) -> None:
     assert_equal_codes(model, X, tmp_path / "m.onnx", exact=False)
 
 
+@pytest.mark.slow
 def test_functions_compile_and_are_reported() -> None:
     model = converted(Functions(), X)
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(X), model(X))
@@ -258,6 +259,7 @@ class Skips(nn.Module):
         return self.last(F.relu(sum(skips)))
 
 
+@pytest.mark.slow
 def test_no_code_of_a_sum_that_begins_with_zero_differs(tmp_path) -> None:
     model = converted(Skips(), X)
     assert [how.kernel for name, how in model.plan.computed.items() if name.startswith("skips")] == ["QLinearConv"] * 3

@@ -70,6 +70,7 @@ def test_no_code_differs_in_a_convolutional_net(tmp_path, signed: bool, bits: in
     assert_equal_codes(model, X, tmp_path / "m.onnx", exporter=exporter)
 
 
+@pytest.mark.slow
 def test_no_code_differs_with_one_scale_for_a_weight(tmp_path) -> None:
     assert_equal_codes(converted(Net(), X, weight_axis=None), X, tmp_path / "m.onnx", exporter="torchscript")
 
@@ -346,6 +347,7 @@ def test_compiled_it_computes_the_same() -> None:
     assert torch.equal(torch.compile(model, fullgraph=True)(X), model(X))
 
 
+@pytest.mark.slow
 def test_exported_by_torch_it_computes_the_same() -> None:
     model = converted(Net(), X)
     program = torch.export.export(model, (X,))

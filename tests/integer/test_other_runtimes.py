@@ -50,6 +50,7 @@ def test_layers_have_kernels_and_all_else_is_float(backend: str) -> None:
     assert torch.allclose(model(X), qt.convert(source)(X), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_the_file_has_the_nodes_of_the_float_form(tmp_path) -> None:
     source = prepared("openvino")
     results = [
@@ -88,6 +89,7 @@ class Residual(nn.Module):
         return self.last(torch.relu(self.second(torch.relu(self.first(x))) + x))
 
 
+@pytest.mark.slow
 def test_openvino_does_not_round_in_front_of_an_add_that_it_fuses(tmp_path) -> None:
     pytest.importorskip("openvino")
     torch.manual_seed(0)
@@ -152,6 +154,7 @@ def without_amx() -> Iterator[ProcessPoolExecutor]:
 ISA = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_no_code_of_a_layer_differs_in_openvino(tmp_path, without_amx: ProcessPoolExecutor, layer: str) -> None:
     pytest.importorskip("openvino")

@@ -61,6 +61,7 @@ def test_no_code_of_resnet20_differs(tmp_path, prepared: nn.Module, count: int) 
     assert sum_of(codes).differing == 0
 
 
+@pytest.mark.slow
 def test_codes_of_fsrcnn_on_a_real_image(tmp_path) -> None:
     subject = export_models.fsrcnn(DATA, quick=True)
     source = qt.prepare(subject.model, (subject.example,), backend="onnxruntime")

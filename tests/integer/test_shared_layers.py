@@ -94,6 +94,7 @@ def test_it_computes_as_a_layer_for_each_call(name: str, training: bool) -> None
         torch.testing.assert_close(grad, first + second)
 
 
+@pytest.mark.slow
 def test_the_calls_keep_their_biases_in_copies_and_checkpoints() -> None:
     layer, function = SHARED["scaled"]
     model = prepared(Calls(layer(), function))

@@ -78,6 +78,7 @@ def tokens(seed: int) -> Tensor:
     return words * (torch.arange(LENGTH) < torch.randint(3, LENGTH + 1, (8, 1), generator=generator))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("net", [Bert, Encoder])

@@ -52,6 +52,7 @@ def assert_the_runtimes(path: Path, integer: nn.Module, x: Tensor) -> None:
 
 
 # The exporter "torchscript" cannot write the pool of vgg11_bn.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "exporter"),
     [
@@ -65,6 +66,7 @@ def test_every_code_is_the_runtimes(tmp_path, name: str, exporter: str) -> None:
     assert_the_runtimes(result.path, integer, x)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name, IN_EACH_OPSET)) for name in NAMES])

@@ -293,6 +293,7 @@ def test_in_a_graph_its_inputs_are_quantized_once_each() -> None:
     assert len(lines["cross"].inputs) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
 def test_codes_in_onnxruntime(tmp_path, backend: str) -> None:
     prepared, x = prepared_block(backend)

@@ -219,6 +219,7 @@ def test_copies_keep_strategy_link_and_freeze(strategy: str, copy_of: Callable[[
     assert torch.equal(twin(x), prepared(x))
 
 
+@pytest.mark.slow
 @each_strategy
 def test_training_compiles_without_graph_breaks(strategy: str) -> None:
     torch._dynamo.reset()  # other tests have compiled the same code for other layers

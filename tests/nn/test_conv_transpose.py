@@ -149,6 +149,7 @@ class Branches(nn.Module):
         return [branch(x) for branch in self.blocks]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "cases", [sorted(PAIRS), pytest.param([*MATRIX], marks=pytest.mark.sweep)], ids=["pairs", "all"]

@@ -95,6 +95,7 @@ class TwiceNormalized(nn.Module):
         return self.norm(self.conv(self.norm(self.conv(x)).relu())).relu()
 
 
+@pytest.mark.slow
 def test_calls_with_a_batch_norm_are_compiled() -> None:
     """The second call lets the scales, which backward of the first one reads, take the factor again."""
     spec = qt.QuantSpec(quantizer="lsq")

@@ -500,6 +500,7 @@ def test_a_small_image_is_converted_rather_than_a_large_weight() -> None:
     assert prepared(in_channels_last).is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("config", [LSQ, FIXED, FOUR_BITS], ids=["lsq", "fixed", "four bits"])

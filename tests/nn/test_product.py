@@ -319,6 +319,7 @@ def test_fused_attention_in_other_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
 
 
+@pytest.mark.slow
 def test_fused_attention_compiles_and_reports() -> None:
     torch._dynamo.reset()
     model = quantized("graph", LSQ, TorchAttention(), backend="openvino")

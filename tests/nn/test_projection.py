@@ -307,6 +307,7 @@ def test_copies_and_checkpoints(road: str, case: str, quantizer: str) -> None:
     same(step(copies[1], lambda *args: checkpoint(copies[1], *args, use_reentrant=False))[0], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def names_of_ops(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(PACKAGE).as_posix()}: {found}"
 
 
+@pytest.mark.slow
 def test_no_pass_names_an_op() -> None:
     passes = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "backends.py"]  # targets are data
     found = {text for path in passes for text in names_of_ops(path)}

@@ -670,6 +670,7 @@ def test_refused_rescaling(change, error, sentence):
 # ---- compilers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("last", [False, True])
 def test_compiled_step_with_a_dynamic_batch(backend, last):

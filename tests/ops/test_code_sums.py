@@ -158,6 +158,7 @@ def check_chunks(device: str) -> None:
 CHECKS = (check_linear, check_pointwise, check_largest, check_zero_point_outside_the_codes, check_chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_the_cpu(check) -> None:
     assert has_int8_product(torch.device("cpu"))

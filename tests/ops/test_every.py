@@ -360,6 +360,7 @@ class Everything(nn.Module):
         return given | {name: x * 1 for name in ("x", "grad") if name in given and given[name].shape[1:] == x.shape[1:]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", slow_but(["eager", "aot_eager", "inductor"], "eager"))
 def test_every_op_compiles_without_a_graph_break(backend: str) -> None:
     torch._dynamo.reset()

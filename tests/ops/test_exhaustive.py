@@ -143,6 +143,7 @@ def test_learned_gradients_of_more_than_an_int_counts() -> None:
         assert total == of_a_row * ROWS != 0
 
 
+@pytest.mark.slow
 def test_ranges_and_counts_of_more_than_an_int_counts() -> None:
     """Nothing is written, so no memory is needed."""
     row = floats(torch.bfloat16)(COLUMNS)

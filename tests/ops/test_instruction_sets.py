@@ -211,6 +211,7 @@ def lines_of(name: str, step: int) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(3, marks=pytest.mark.slow), 50]
 )

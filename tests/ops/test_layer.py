@@ -685,6 +685,7 @@ def test_autocast_does_not_choose_the_dtype(name: str, dtype: torch.dtype) -> No
             assert_same(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("integer", [False, True], ids=["float", "integer"])
 @pytest.mark.parametrize("name", ["conv1d", "conv2d", "transposed2d_groups", "conv3d", "linear3d"])
@@ -699,6 +700,7 @@ def test_opcheck(name: str, packed: bool, integer: bool) -> None:
         torch.library.opcheck(library.quant_layer.default, arguments(g, integer))
 
 
+@pytest.mark.slow
 def test_opcheck_in_channels_last() -> None:
     for integer in (False, True):
         g = given(SHAPES["conv2d"], memory_format=torch.channels_last)
@@ -715,6 +717,7 @@ def arguments(g: Given, integer: bool) -> tuple:
     return g.x, g.bias, *layer_arguments(g, integer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv2d", "transposed2d_groups"])
 @pytest.mark.parametrize("integer", [False, True])
 def test_the_memory_format_of_an_output(name: str, integer: bool) -> None:

@@ -153,6 +153,7 @@ def test_more_rows_than_float32_counts():
     assert_same(ops.max_pool(x.requires_grad_(), 1, 1)[0, 0, -8:, 0], torch.arange(8).bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_with_a_dynamic_batch(backend):
     torch._dynamo.reset()

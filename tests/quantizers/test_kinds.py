@@ -176,6 +176,7 @@ class Smaller(nn.Module):
         return self.up(torch.relu(self.bn(self.conv(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_compiled_code_has_no_graph_breaks_and_the_same_gradients(name: str) -> None:
     eager, compiled = (quantized(name, "prepare", kind=Smaller) for _ in range(2))

@@ -16,6 +16,7 @@ class WithoutFactor(LSQ):
         return 1.0
 
 
+@pytest.mark.slow
 def test_training_converges_with_the_factor_and_not_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(QUANTIZERS, "lsq_without_factor", WithoutFactor())
     digits = load_digits()

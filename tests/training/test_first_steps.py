@@ -41,6 +41,7 @@ def calibrated(model: nn.Module, *batches: Tensor, **spec: object) -> nn.Module:
     return prepared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ["prepare", "replace"])
 def test_gradients_of_a_deep_net_with_initial_statistics_are_those_without_quantizers(road: str) -> None:
     """With ranges by running statistics that are not the batch's, the error grew with each layer: to 1e20 behind 48."""
@@ -171,6 +172,7 @@ def test_a_training_resumed_in_its_first_steps_goes_on_bit_for_bit() -> None:
     assert (loaded.steps, quantizer.steps) == (12, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", [False, True])
 def test_an_average_of_the_model_keeps_its_buffers_by_their_places(buffers: bool) -> None:
     """Averages go through the buffers of both models in turn: behind the first steps as within them."""
@@ -249,6 +251,7 @@ def test_a_batch_with_nan_moves_no_range() -> None:
     assert int(quantizer.observer.skipped) == 1
 
 
+@pytest.mark.slow
 def test_compiled_code_follows_without_a_graph_break() -> None:
     model, quantizer = linear_net()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -343,6 +346,7 @@ def test_a_scale_that_runs_away_says_so_once() -> None:
         steps(model, 20, value=0.5)
 
 
+@pytest.mark.slow
 def test_ordinary_training_says_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -81,6 +81,7 @@ def test_it_is_calibrated_trained_and_converted(road: str) -> None:
     assert torch.equal(again.eval()(inputs, mask), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ["replaced", "traced"])
 def test_its_file_has_the_codes_of_the_model(tmp_path: Path, road: str) -> None:
     pytest.importorskip("onnxruntime")

@@ -272,6 +272,7 @@ def past_first_steps(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @each_quantizer
 @each_road

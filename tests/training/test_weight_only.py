@@ -65,6 +65,7 @@ def test_an_encoder_trains_with_weights_of_4_bits(name: str, half: bool) -> None
     assert torch.equal(loaded.eval()(TOKENS), y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [None, 21])
 def test_its_file_holds_packed_weights(tmp_path: Any, opset: int | None) -> None:
     onnx = pytest.importorskip("onnx")

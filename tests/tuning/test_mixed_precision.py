@@ -207,6 +207,7 @@ def small() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, [(x, model(x).detach() + 0.1 * torch.randn(5, 2)) for x in inputs_of]  # near a minimum
 
 
+@pytest.mark.slow
 def test_traces_are_those_of_the_exact_hessian(small) -> None:
     model, batches = small
     weights = {name: model.get_submodule(name).weight for name in ("conv", "fc")}

@@ -764,6 +764,7 @@ def work(rank: int, folder: str) -> None:
     torch.save(state, Path(folder) / f"{rank}.pt")
 
 
+@pytest.mark.slow
 def test_all_ranks_freeze_the_same_weights_at_the_same_values(tmp_path) -> None:
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("needs torch.distributed with gloo")

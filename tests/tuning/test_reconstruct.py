@@ -60,6 +60,7 @@ def test_codes_move_by_one_at_most_and_the_error_falls(kind: str) -> None:
     torch.testing.assert_close(report.units[0].after, float(after), rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_it_comes_near_to_exhaustive_search() -> None:
     better, gain = [], []
     for _ in range(6):
@@ -98,6 +99,7 @@ def test_the_regularizer_is_annealed() -> None:
     assert [_beta(0.2), _beta(0.6), _beta(1.0)] == pytest.approx([20.0, 11.0, 2.0])
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("bits", [3, 8])
@@ -178,6 +180,7 @@ def test_blocks_are_found_without_names() -> None:
     assert report.units[3].layers == ("neck.0", "neck.2")
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("method", ["brecq", "qdrop"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
@@ -192,6 +195,7 @@ def test_scales_of_activations_are_learned(method: str, quantizer: str) -> None:
     assert all(unit.after <= unit.before for unit in report.units)
 
 
+@pytest.mark.slow
 def test_learned_scales_of_activations_stay_in_the_first_steps_of_training() -> None:
     """Fixed ranges follow the data there: the first step of an optimizer put back what calibration had found."""
     prepared, batches = residual(train=True)
@@ -240,6 +244,7 @@ def test_a_network_with_integer_biases() -> None:
 # ---- what it leaves behind
 
 
+@pytest.mark.slow
 def test_the_exported_file_has_the_codes(tmp_path) -> None:
     prepared, batches = residual(qconfig=qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, axis=0)))
     qt.tuning.reconstruct(prepared, batches, **small(20))
@@ -247,6 +252,7 @@ def test_the_exported_file_has_the_codes(tmp_path) -> None:
     assert "weight codes:     0 of" in str(result)
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_bits_wherever_the_cache_is() -> None:
     prepared, batches = residual()
     models = [copy.deepcopy(prepared) for _ in range(3)]
@@ -520,6 +526,7 @@ def rest(model: nn.Module, x: Tensor) -> Tensor:
     return model.head(model.neck(model.stage[1](x)).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_elements_without_influence_on_the_loss_do_not_count() -> None:
     w2 = qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2, axis=None))
 

@@ -60,6 +60,7 @@ def trained_depthwise() -> tuple[nn.Module, Tensor, Tensor]:
     return model, images, labels
 
 
+@pytest.mark.slow
 def test_a_depthwise_net_needs_channels_or_equalization() -> None:
     model, images, labels = trained_depthwise()
 
@@ -79,6 +80,7 @@ def test_a_depthwise_net_needs_channels_or_equalization() -> None:
     assert accuracy_of(equalized, None) > in_float - 0.03
 
 
+@pytest.mark.slow
 def test_trained_scales_rescue_a_depthwise_net_per_tensor() -> None:
     model, images, labels = trained_depthwise()
     learned = qt.QConfigMapping().set_global(qt.QConfig(None, qt.QuantSpec(axis=None, quantizer="lsq")))

@@ -317,6 +317,7 @@ def test_a_layer_that_no_batch_reaches_has_a_weight_range() -> None:
 # ---- deployment
 
 
+@pytest.mark.slow
 def test_names_sizes_and_opset_are_honoured(tmp_path) -> None:
     prepared = calibrated(prepared_with(BackendType.SNPE)).eval()
     convert_deploy(
@@ -394,6 +395,7 @@ def test_a_scheme_may_be_an_object() -> None:
     assert weight.bits == 4
 
 
+@pytest.mark.slow
 def test_imports_of_mqbench_after_install() -> None:
     program = (
         "from qtoolkit.compat import mqbench; mqbench.install()\n"

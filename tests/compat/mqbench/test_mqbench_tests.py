@@ -189,6 +189,7 @@ def test_observer(weight: str, activation: str) -> None:
 # ---- checkpoints, merged batch norms, models with dicts, the zoo
 
 
+@pytest.mark.slow
 def test_load_checkpoint(tmp_path) -> None:
     x, path = torch.randn(SHAPE), tmp_path / "saved_model.ckpt"
     first = prepare_by_platform(resnet(), BackendType.Tensorrt, {"extra_qconfig_dict": LEARNABLE}).train()
@@ -289,6 +290,7 @@ class TwoStage(nn.Module):
         return input
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "backend", "output"),
     [(OneStage, BackendType.PPLW8A16, lambda y: y["y"]["z"]), (TwoStage, BackendType.SNPE, lambda y: y["z"])],

@@ -158,6 +158,7 @@ def test_each_mode_computes_what_the_float_model_does(kind: type[nn.Module], tra
                         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("kind", NETS)
 def test_it_trains_and_is_deployed(kind: type[nn.Module], training: bool, tmp_path: Path) -> None:
@@ -246,6 +247,7 @@ def test_layers_of_each_branch_and_of_both_are_quantized() -> None:
     assert {str(status) for status in layers.values()} == {"quantized"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Detector, Chooses])  # eval mode alone has functions; and modules
 def test_compiled_code_follows_the_mode(kind: type[nn.Module]) -> None:
     prepared = prepared_of(kind, training=True)

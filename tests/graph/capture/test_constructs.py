@@ -366,6 +366,7 @@ def test_a_tensor_that_the_forward_casts_is_a_local_value(measured: bool) -> Non
     assert torch.equal(qt.convert(prepared)(x), prepared(x))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_hooks_by_which_transformers_collects_outputs_are_traced() -> None:
     transformers = pytest.importorskip("transformers")

@@ -424,6 +424,7 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.BatchNorm2d)
 
 
+@pytest.mark.slow
 def test_what_follows_the_mode_is_converted_and_exported(tmp_path) -> None:
     torch.manual_seed(0)
     for name in ("batch norm with an activation", "dropout in forward", "paths in forward", "attention in forward"):
@@ -454,6 +455,7 @@ def test_dropouts_by_functions_take_the_mode(name: str) -> None:
     assert lines["identity"].status == "transparent"
 
 
+@pytest.mark.slow
 def test_copies_follow_the_mode() -> None:
     torch.manual_seed(0)
     for name in ("dropout in forward", "paths in forward", "functional batch norm", "lstm"):

@@ -157,6 +157,7 @@ class Decoder(Encoder):
         return self.decoder(x, x, tgt_mask=self.of(self.mask, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["trace", "export"])
 @pytest.mark.parametrize("kind", [Encoder, Decoder])
 @pytest.mark.parametrize("mask", MASKS)

@@ -73,6 +73,7 @@ def test_its_layers_are_quantized_and_its_results_kept() -> None:
                 assert torch.equal(y, model.train(training)(x))
 
 
+@pytest.mark.slow
 def test_the_codes_are_the_exported_ones(tmp_path) -> None:
     x = torch.randn(4, 2, 4)
     prepared = qt.prepare(Windows().eval(), (x,), "onnxruntime")
@@ -208,6 +209,7 @@ class Attends(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_the_projections_of_an_attention_that_is_called_as_a_function(

@@ -128,6 +128,7 @@ def test_codes_inside_are_compared_with_onnxruntimes(tmp_path, exporter: str, ba
     assert verification.weight_codes.compared == sum(sizes)
 
 
+@pytest.mark.slow
 def test_a_changed_scale_inside_is_noticed(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     import onnx

@@ -197,6 +197,7 @@ def test_training_the_units_and_the_file_are_those_of_the_function(tmp_path, kin
     assert results[0][1:] == results[1][1:]
 
 
+@pytest.mark.slow
 def test_recognizing_is_linear() -> None:
     def many(x: Tensor) -> Tensor:
         for _ in range(300):

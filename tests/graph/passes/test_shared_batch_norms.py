@@ -142,6 +142,7 @@ def check_file(model: nn.Module, path: Any) -> None:
     assert KERNELS_OF_LAYERS.isdisjoint(each.kernel for each in found.float_layers), found
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @over_models
 @over_specs
@@ -224,6 +225,7 @@ def test_all_calls_of_a_step_fold_with_one_variance() -> None:
     assert not torch.equal(bn.running_var, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["frozen", "two_convolutions", "std_correction"])
 def test_strategies(tmp_path, strategy: str) -> None:
     backend = replace(qt.backends["onnxruntime"], batch_norm=strategy)

@@ -85,6 +85,7 @@ def test_what_was_left_float_is_listed_with_the_reason() -> None:
     assert type(prepared.get_submodule("up2")) is nn.ConvTranspose2d
 
 
+@pytest.mark.slow
 def test_a_swapped_model_trains_compiles_and_exports(tmp_path) -> None:
     prepared = qt.prepare(AllLayers(), INDICES, backend="onnxruntime")
     qt.calibrate(prepared, [INDICES], progress=False)

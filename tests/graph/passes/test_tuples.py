@@ -60,6 +60,7 @@ def test_transformers_on_targets_that_quantize_outputs(backend: str, name: str) 
     assert 0 < error < 0.2
 
 
+@pytest.mark.slow
 def test_the_file_of_an_encoder_has_a_pair_for_the_output_of_attention(tmp_path) -> None:
     make, inputs = TRANSFORMERS["encoder"]
     result = qt.export_onnx(calibrated(make(), inputs, "snpe"), inputs, tmp_path / "model.onnx")

@@ -401,6 +401,7 @@ def test_a_model_of_blocks_compiles(training: bool) -> None:
     assert_equal(step(compiled, (X,)), step(prepared, (X,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.sweep)], ids=["train", "eval"])
 def test_each_block_compiles(training: bool) -> None:
     prepared = prepared_of(Net()).train(training)
@@ -411,6 +412,7 @@ def test_each_block_compiles(training: bool) -> None:
     assert_equal(step(again, (X,)), step(prepared, (X,)))
 
 
+@pytest.mark.slow
 def test_the_exported_program_has_the_names_of_the_model() -> None:
     converted = qt.convert(prepared_of(Net()))
     for strict in (True, False):

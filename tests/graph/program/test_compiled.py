@@ -34,6 +34,7 @@ class Recorder:
         return Counter(str(target).split(".")[1] for target in targets if str(target).startswith("qtoolkit."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "forward"),
     [pytest.param("fixed", "float", marks=pytest.mark.sweep), ("lsq", "integer"), ("lsq, 4 bits", "float")],
@@ -53,6 +54,7 @@ def test_units_are_ops_that_return_codes(name: str, forward: str) -> None:
         torch.testing.assert_close(found[f"_orig_mod.{key}" if "." in key else key], wanted, rtol=rtol, atol=0)
 
 
+@pytest.mark.slow
 def test_codes_of_a_tensor_that_is_changed_in_place_are_not_taken() -> None:
     layers = (nn.Linear(8, 8), nn.ReLU(), nn.Dropout(1.0, inplace=True), nn.Linear(8, 4))
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -95,6 +97,7 @@ def is_image(t: Any) -> bool:
     return isinstance(t, Tensor) and t.dim() == 4 and t.numel() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", ["float", "integer"])
 def test_convolutions_stay_in_channels_last(forward: str) -> None:
     model, x = in_channels_last(forward)

@@ -399,6 +399,7 @@ def contextlib_of(change: Callable, model: nn.Module):
     return found if hasattr(found, "__enter__") else nullcontext()
 
 
+@pytest.mark.slow
 def test_eval_is_the_converted_model() -> None:
     for make in NETS.values():
         prepared = prepared_of(make()).float()
@@ -481,6 +482,7 @@ def test_compiled_without_breaks_and_recompiles(quantizer: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, equal_nan=True, msg=name)
 
 
+@pytest.mark.slow
 def test_compiled_for_batches_of_any_size() -> None:
     prepared = prepared_of(Chain(nn.ReLU(), ADDS["operator"]), X.float(), quantizer="lsq")
     twin = copy.deepcopy(prepared)
@@ -498,6 +500,7 @@ def test_compiled_for_batches_of_any_size() -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, equal_nan=True, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
@@ -610,6 +613,7 @@ def said_of(prepared: nn.Module) -> dict[str, str]:
     return {line.name: line.training for line in lines if line.kind == "batch_norm"}
 
 
+@pytest.mark.slow
 def test_the_report_says_what_is_in_one_op() -> None:
     said = said_of(prepared_of(ResNet()))
     assert said["bn"] == "fused with relu, its quantizer"

@@ -260,6 +260,7 @@ def test_second_derivatives_are_refused() -> None:
         gradient.sum().backward()
 
 
+@pytest.mark.slow
 def test_random_chains_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(0)
     kinds: list[Callable[[], nn.Module]] = [nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, lambda: nn.LayerNorm(6)]
