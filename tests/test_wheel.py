@@ -172,7 +172,6 @@ def test_the_wheel_works_where_no_compiler_is(bare: Bare, tmp_path: Path) -> Non
     assert bare.run(str(bare.folder / "bin" / "qtoolkit"), "info", "--json", at=tmp_path).startswith("{")
 
 
-
 # Runs the programs of each task in a process of its own, forked from one that has imported torch and the package.
 RUN_TASKS = """
 import json, os, sys, traceback, onnx, onnxruntime, onnxscript, torch, torch._dynamo, qtoolkit
