@@ -147,6 +147,15 @@ def test_the_reference_shows_the_defaults_of_classes_and_functions() -> None:
     assert steps.count("    backend: str | Backend = REQUIRED,\n") == 3  # quantize, prepare and prepare_parts
 
 
+@pytest.mark.slow
+def test_what_a_function_returns_is_one_item_of_the_reference() -> None:
+    pytest.importorskip("material", reason="needs mkdocs-material, which is not installed")
+    text = "".join(page.read_text() for page in (pages.built() / "api").glob("*.html"))
+    found = re.findall(r'doc-section-title">Returns:.*?</ul>', text, flags=re.DOTALL)
+    assert len(found) > 40
+    assert {section.count("<li") for section in found} == {1}
+
+
 @pytest.mark.parametrize("folder", ["csrc", "qtoolkit", "examples", "benchmarks"])
 def test_the_map_names_every_file(folder: str) -> None:
     named = re.findall(r"[\w.*-]*\w", (DOCS / "design" / "map.md").read_text())
