@@ -62,7 +62,7 @@ def train(model: nn.Module, epochs: int, every: int, out: Path) -> Iterator[int]
     checkpoint, step = out / "checkpoint", 0
     if checkpoint.exists():
         step = qt.load_checkpoint(wrapped, checkpoint, optimizer, {"rate": rate}).state["step"]
-        print(f"rank {rank}: goes on from the checkpoint of step {step}", flush=True)
+        print(f"rank {rank}: resumes from the checkpoint of step {step}", flush=True)
     else:
         shard = DataLoader(data, BATCH, sampler=DistributedSampler(data))
         qt.calibrate(wrapped, shard, max_batches=8, forward=lambda model, batch: model(batch[0]), progress=False)
@@ -102,7 +102,7 @@ def main() -> None:
         reason = str(error).splitlines()[0] if str(error) else "it was asked to end"
         sys.exit(
             f"rank {rank}: the training ended after step {last} ({reason}). If another process has ended, start the same "
-            f"command again: it goes on from the latest checkpoint."
+            f"command again: it resumes from the latest checkpoint."
         )
     if rank == 0:
         print(f"trained for {last} steps: {options.out / 'trained.safetensors'}")

@@ -105,7 +105,7 @@ def test_verification_fails_on_nan(tmp_path: Path) -> None:
     file = qt.export_onnx(converted, x, tmp_path / "model.onnx", progress=False).path
     bad = x.clone()
     bad[:, 0, 0, 0] = torch.nan
-    with pytest.raises(RuntimeError, match="export: outputs have NaN, for which nothing can be compared"):
+    with pytest.raises(RuntimeError, match="export: outputs have NaN, so nothing can be compared"):
         verify_onnx(converted, bad, file, progress=False).check()
     with pytest.raises(RuntimeError, match="verify: outputs have NaN"):
         qt.export.verify(converted, bad, file, progress=False).check()
@@ -134,17 +134,13 @@ def test_codes_of_nan_are_not_equal(kind: Callable[[], nn.Module], arithmetic: s
     path = qt.export_onnx(prepared, x, tmp_path / "model.onnx", progress=False).path
     converted, bad = qt.convert(prepared, arithmetic=arithmetic), torch.full_like(x, torch.nan)
     found = qt.export.verify(converted, bad, path, progress=False)
-    with pytest.raises(
-        RuntimeError, match=r"verify: (outputs have|the quantizers 'activation.*' get) NaN, for which no"
-    ):
+    with pytest.raises(RuntimeError, match=r"verify: (outputs have|the quantizers 'activation.*' get) NaN, so no"):
         found.check()
     codes = found.runtimes["onnxruntime"]
     assert codes.verdict is qt.export.Verdict.DIFFERENT
     assert "not compared (NaN): activation_quantizers." in str(codes)
     by_layer = verify_onnx(qt.convert(prepared), bad, path, progress=False)
-    with pytest.raises(
-        RuntimeError, match=r"export: (outputs have|the quantizers 'activation.*' get) NaN, for which no"
-    ):
+    with pytest.raises(RuntimeError, match=r"export: (outputs have|the quantizers 'activation.*' get) NaN, so no"):
         by_layer.check()
     assert by_layer.nan[0] == codes.nan[0]
 

@@ -128,6 +128,6 @@ def test_weights_of_four_bits_keep_the_kernels_unless_they_are_packed(tmp_path: 
         qt.export_onnx(prepared, X, tmp_path / f"{opset}.onnx", opset=opset, progress=False) for opset in (None, 21)
     )
     assert stored.in_float == ()
-    assert packed.in_float[0].startswith("3 of 3 weights: two codes or more share a byte")
+    assert packed.in_float[0].startswith("3 of 3 weights: they are packed, two or more values per byte")
     runs = [qt.export.verify(converted, X, each.path).runtimes["onnxruntime"] for each in (stored, packed)]
     assert [len(run.float_layers) for run in runs] == [0, 3]

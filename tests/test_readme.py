@@ -34,7 +34,7 @@ def test_the_program_runs(tmp_path, monkeypatch, capsys) -> None:
     exec(compile(program, str(README), "exec"), {})
     out = capsys.readouterr().out
     assert (tmp_path / "model.onnx").exists()
-    assert "weight codes:     0 of" in out
+    assert "weights:          0 of" in out
     assert "end to end: 0 of" in out
     assert re.search(r"in float: +none;", out)
     own = program.split("# your model and data\n")[1]  # without the imports, the model and the data

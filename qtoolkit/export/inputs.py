@@ -19,7 +19,7 @@ from qtoolkit.model_state import check_module, deepcopy_model
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.tensor_quantizer import quantizers_of
 
-# torch's exporters keep what they are doing in variables of the process, and the verification hooks the model.
+# torch's exporters keep their state in global variables, and the verification adds hooks to the model.
 ONE_AT_A_TIME = threading.Lock()
 
 T = TypeVar("T")

@@ -227,7 +227,7 @@ def computed(node: fx.Node, known: Mapping[fx.Node, Tensor | None]) -> Tensor:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of a call by the names of its schema, with the defaults of those that are not given."""
+    """Return all arguments of a call, including defaults, by the names of its schema."""
     schema = enumerate(node.target._schema.arguments)  # type: ignore[union-attr]
     return {a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value) for i, a in schema}
 

@@ -103,8 +103,8 @@ class OscillationFreezing:
 
     After each step of the optimizer, for the integer q of each weight (M. Nagel et al., arXiv 2203.11086, section 4):
 
-    - A weight turns if q changes in the opposite direction of its last change. Its frequency is the moving average of turns, f
-      <- momentum * turns + (1 - momentum) * f.
+    - A weight turns if q changes in the opposite direction of its last change. Its frequency is the moving average of turns,
+      f <- momentum * turns + (1 - momentum) * f.
     - A weight with f above the threshold is frozen for the rest of the training, at the rounded moving average of q. So that
       the first values do not dominate this average in a short training, it is the mean over all steps for the first 1 /
       momentum steps, and it is rounded to one of the two values of the last change.

@@ -335,7 +335,7 @@ def test_another_optimizer_or_state_is_named(tmp_path: Path, kind: str) -> None:
     refused(path, "its optimizer is Adam, got SGD", model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     refused(
         path,
-        "only one of both trains weight",
+        "only one of the two trains weight",
         model,
         optimizer=torch.optim.Adam([p for n, p in model.named_parameters() if n != "weight"]),
     )
@@ -344,7 +344,7 @@ def test_another_optimizer_or_state_is_named(tmp_path: Path, kind: str) -> None:
     refused(path, r"state\['epoch'\] was saved as a plain value", model, state={"epoch": rate})
     qt.save_checkpoint(model, path)
     refused(path, "it holds no optimizer", model, optimizer=adam)
-    with pytest.raises(ValueError, match="2 parameters that the model does not have"):
+    with pytest.raises(ValueError, match="2 parameters that are not in the model"):
         qt.save_checkpoint(model, path, torch.optim.Adam(nn.Linear(2, 2).parameters()))
     with pytest.raises(TypeError, match=r"state\['rates'\] holds a set; a checkpoint holds numbers"):
         qt.save_checkpoint(model, path, state={"rates": {1, 2}})
@@ -368,7 +368,7 @@ def test_pickles_of_code_are_never_run(tmp_path: Path, monkeypatch) -> None:
     torch.save(prepared_net(), "model.pt")
     for name in ("harmful.pt", "harmful.bin", "model.pt"):
         refused(Path(name), "does not hold only tensors .* Other pickles can execute arbitrary code and are not loaded")
-    refused(Path("folder"), r"no complete checkpoint of save_checkpoint. Its .metadata is a pickle")
+    refused(Path("folder"), r"not a complete checkpoint of save_checkpoint. Its .metadata is a pickle")
     refused(Path("model.pt"), r"alone \(it holds qtoolkit\.graph\.restore_graph_module\)")
     (tmp_path / "text.pt").write_text("no pickle")
     refused(Path("text.pt"), r"alone \(torch\.load raises \w+Error\)")

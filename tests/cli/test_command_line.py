@@ -68,7 +68,7 @@ def test_verify(tmp_path, capsys) -> None:
     assert [each["quantizer"] for each in run["quantizers"]] == ["q_x", "q_relu"]
     assert run["compared"] == 2 * 16 * 64
     assert main(["verify", path, "--runtime", "onnxruntime", "--seed", "3"]) == 0
-    assert "0 of 2048 codes differ" in capsys.readouterr().out
+    assert "0 of 2048 quantized values differ" in capsys.readouterr().out
 
 
 def test_verify_reads_a_file_without_zero_points(tmp_path, capsys) -> None:
@@ -95,7 +95,7 @@ def test_verify_finds_codes_that_differ(tmp_path, capsys, monkeypatch) -> None:
     path = clean().save(tmp_path)
     assert main(["verify", path, "--runtime", "onnxruntime"]) == 1
     out = capsys.readouterr().out
-    assert "1 of 2048 codes differ, by at most 1 steps" in out
+    assert "1 of 2048 quantized values differ, by at most 1 steps" in out
     assert "first difference: q_x" in out
     assert main(["verify", path, "--runtime", "onnxruntime", "--allow", "1e-3"]) == 0
 
@@ -115,7 +115,7 @@ def test_verify_says_that_a_file_saturates_on_this_processor(tmp_path, capsys, m
         (run,) = json.loads(capsys.readouterr().out)["runtimes"]
         assert run["saturating"] == ["conv"] * saturates
     assert main(["verify", path, "--runtime", "onnxruntime", "--allow", "1"]) == 1
-    assert "layers whose sums saturate on this processor: conv" in capsys.readouterr().out
+    assert "layers with saturating sums on this processor: conv" in capsys.readouterr().out
 
 
 def test_verify_reads_a_file_whose_output_is_quantized_in_openvino(tmp_path, capsys) -> None:
@@ -296,7 +296,7 @@ def test_several_files_and_the_highest_exit_code(tmp_path, capsys) -> None:
     assert f"{bad}: 1 finding for" in out, "the files behind a bad one are checked"
     assert "does not exist" in err
     assert main(["verify", good, good, "--runtime", "onnxruntime"]) == 0
-    assert capsys.readouterr().out.count("0 of 2048 codes differ") == 2
+    assert capsys.readouterr().out.count("0 of 2048 quantized values differ") == 2
 
 
 def test_several_files_as_json(tmp_path, capsys) -> None:

@@ -203,7 +203,7 @@ def test_a_sequence_as_input_is_described_and_not_run(tmp_path, capsys) -> None:
     model = clean().model()
     kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, None))
     model.graph.input.append(helper.make_value_info("s", kind))
-    assert "input 's' of the file is no tensor" in refused(tmp_path / "m.onnx", model, COMMANDS[3], capsys)
+    assert "input 's' of the file has no known tensor type" in refused(tmp_path / "m.onnx", model, COMMANDS[3], capsys)
     assert main(["info", str(tmp_path / "m.onnx"), "--json"]) == 0
 
 

@@ -304,7 +304,7 @@ def test_what_is_wrong_with_arguments() -> None:
             ValueError, match=rf"start_bin must lie in \[1, {last}\] for a histogram of 100 bins, got 128"
         ):
             calibrator.compute_amax(method)
-    with pytest.raises(TypeError, match=r"entropy needs integer codes, got num_bits=\(4, 3\)"):
+    with pytest.raises(TypeError, match=r"entropy needs integers, got num_bits=\(4, 3\)"):
         of_floats.compute_amax("entropy")
     with pytest.raises(ValueError, match="entropy needs at least two levels, got num_bits=1 with signed integers"):
         of_one_level.compute_amax("entropy")

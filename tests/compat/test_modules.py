@@ -465,7 +465,7 @@ def test_install_gives_the_old_import_names():
 def test_install_refuses_what_is_there_already():
     program = "import sys, types\nsys.modules['pytorch_quantization'] = types.ModuleType('pytorch_quantization')\n"
     program += f"from {OURS} import install\ninstall()"
-    assert "RuntimeError: install: pytorch_quantization is imported already" in run(program)
+    assert "RuntimeError: install: pytorch_quantization is already imported" in run(program)
 
 
 def test_a_descriptor_of_the_functions_module_is_the_same():

@@ -163,7 +163,7 @@ def test_bad_arguments_are_named() -> None:
         qt.debug.compare(model, model, x)
     with pytest.raises(TypeError, match="float_model must be the float"):
         qt.debug.compare(prepared, prepared, x)
-    with pytest.raises(ValueError, match="graph has no _0; pass the model"):
+    with pytest.raises(ValueError, match="graph has no _0; pass the float model"):
         qt.debug.compare(nn.Sequential(nn.Sequential(nn.Linear(4, 2))), prepared, x)
     with pytest.raises(TypeError, match=r"must be a torch\.fx\.GraphModule, got Sequential"):
         qt.debug.draw(model, "never.svg")

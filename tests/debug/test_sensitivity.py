@@ -324,7 +324,7 @@ def test_a_budget_bounds_the_sum_of_the_others(budget: float, kept: int) -> None
         ({"keep_float": 1, "budget": 1.0}, "got keep_float=1 and budget=1.0"),
         ({"keep_float": 3}, r"keep_float must lie in \[0, 2\], got 3"),
         ({"keep_float": -1}, r"keep_float must lie in \[0, 2\], got -1"),
-        ({"budget": -0.1}, "budget must be a finite drop of at least 0, got -0.1"),
+        ({"budget": -0.1}, "budget must be finite and at least 0, got -0.1"),
         ({"budget": math.nan}, "got nan"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_training_resumes_
     _, errors = run.communicate(timeout=120)
     assert run.returncode != 0
     assert "rank 0: the training ended after step" in errors
-    assert "start the same command again: it goes on from the latest checkpoint" in errors
+    assert "start the same command again: it resumes from the latest checkpoint" in errors
     assert not (tmp_path / "killed" / "trained.safetensors").exists()
 
     run, outputs = torchrun(tmp_path / "killed"), {}
@@ -73,7 +73,7 @@ def test_a_killed_rank_ends_the_others_with_a_sentence_and_the_training_resumes_
     assert run.returncode == 0, errors[-3000:]
     outputs["uninterrupted"] = ranks(tmp_path / "uninterrupted")
     for rank in range(2):  # no step before a checkpoint is lost
-        assert f"rank {rank}: goes on from the checkpoint of step " in outputs["killed"]
+        assert f"rank {rank}: resumes from the checkpoint of step " in outputs["killed"]
     assert "goes on" not in outputs["uninterrupted"]
     found, wanted = (safetensors.load_file(tmp_path / name / "trained.safetensors") for name in outputs)
     assert found.keys() == wanted.keys()

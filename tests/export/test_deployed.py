@@ -185,7 +185,7 @@ def test_a_constant_that_shares_the_quantizer_of_other_tensors_is_compared(tmp_p
 def test_codes_that_the_runtime_does_not_have_are_named(block, monkeypatch) -> None:
     model, path = block
     monkeypatch.setattr(onnxruntime_cpu, "_tensors_with_codes", lambda *_: {})
-    with pytest.raises(RuntimeError, match=r"does not give the codes of 'activation_quantizers.x', "):
+    with pytest.raises(RuntimeError, match=r"does not return the quantized values of 'activation_quantizers.x', "):
         verify(model, X, path).check()
 
 
@@ -347,7 +347,7 @@ def test_the_cause_of_a_difference_is_named() -> None:
     assert "arithmetic=" not in str(raised.value)
     in_float = replace(on_codes, layers=(ExecutedLayer("first", "FusedConv", False),))
     with pytest.raises(
-        RuntimeError, match=r"in integers that the runtime computes in float \(first\): .*integer_weights=True"
+        RuntimeError, match=r"in float that the model computes in integers \(first\): .*integer_weights=True"
     ):
         in_float.check()
     other = replace(in_float, weights={"first.weight_quantizer": CodeCount(8, 7, 90)})
@@ -369,7 +369,7 @@ def test_quantizers_that_were_merged_do_not_fail_a_comparison_of_the_others() ->
         UserWarning, match="does not return the quantized values of b: it merged their nodes with others"
     ):
         assert found.check() is qt.export.Verdict.EQUAL
-    with pytest.raises(RuntimeError, match="does not give the codes of 'b': .* nothing was compared"):
+    with pytest.raises(RuntimeError, match="does not return the quantized values of 'b': .* nothing was compared"):
         replace(found, by_quantizer={}).check()
 
 

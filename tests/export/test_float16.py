@@ -475,7 +475,9 @@ def test_numbers_above_its_largest_are_named(tmp_path: Path) -> None:
     large = Large(1.0)
     with torch.no_grad():
         large.last.bias.fill_(1e5)
-    with pytest.raises(ValueError, match="above 65,504, and 'last.bias' has 100000. Give it .* or write the file with"):
+    with pytest.raises(
+        ValueError, match="above 65,504, but 'last.bias' contains 100000. Use smaller values, .* or write the file with"
+    ):
         qt.export_onnx(converted(large, x), x, path)
     assert not path.exists()
 
@@ -503,7 +505,7 @@ def test_scales_above_its_largest_number_are_named() -> None:
 def test_values_that_vanish_are_named(tmp_path: Path) -> None:
     x, path = torch.rand(2, 4) + 1, tmp_path / "m.onnx"
     with pytest.warns(
-        UserWarning, match=r"the results of 'act' \([0-9.]+e-09\) are zero for the example inputs: .* up, or"
+        UserWarning, match=r"the outputs of 'act' \([0-9.]+e-09\) are zero for the example inputs: .* up, or"
     ) as found:
         qt.export_onnx(converted(Large(1e-9, exact=True), x), x, path, progress=False, verify=False)
     assert {each.filename for each in found if "float_type" in str(each.message)} == {__file__}
@@ -556,7 +558,7 @@ def test_a_model_that_makes_float32_by_itself_is_an_error(tmp_path: Path) -> Non
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     model, path = converted(convolutions(), X), tmp_path / "m.onnx"
     with pytest.raises(
-        ValueError, match='float_type="float16" needs opset 19 or newer, whose .*, got 18; leave opset out, or pass'
+        ValueError, match='float_type="float16" needs opset 19 or newer, in which .*, got 18; leave opset out, or pass'
     ):
         qt.export_onnx(model, X, path, opset=18)
     with pytest.raises(ValueError, match=r'float_type must be .*, got "bfloat16": .* need 8-bit scales, .* Pass'):

@@ -222,11 +222,15 @@ def test_too_few_dynamic_shapes(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("shapes", "error", "words"),
     [
-        (({-2: "n"}, {-2: "n"}), ValueError, "must name dimensions of 'x' by numbers from 0 to 1, got -2"),
-        (({0: "n"}, {2: "n"}), ValueError, "must name dimensions of 'y' by numbers from 0 to 1, got 2"),
-        (({"0": "n"}, None), ValueError, "must name dimensions of 'x' by numbers from 0 to 1, got '0'"),
-        ((["n", None, None], None), ValueError, "must name dimensions of 'x' by numbers from 0 to 1, got 2"),
-        (("n", "n"), TypeError, r"must have for 'x' a dict of dimensions, such as \{0: 'batch'\}, or None, got 'n'"),
+        (({-2: "n"}, {-2: "n"}), ValueError, "dimensions of 'x' must be numbers from 0 to 1, got -2"),
+        (({0: "n"}, {2: "n"}), ValueError, "dimensions of 'y' must be numbers from 0 to 1, got 2"),
+        (({"0": "n"}, None), ValueError, "dimensions of 'x' must be numbers from 0 to 1, got '0'"),
+        ((["n", None, None], None), ValueError, "dimensions of 'x' must be numbers from 0 to 1, got 2"),
+        (
+            ("n", "n"),
+            TypeError,
+            r"the entry of 'x' must be a dict of dimensions, such as \{0: 'batch'\}, or None, got 'n'",
+        ),
         (5, TypeError, "must be a sequence or a dict of entries for the inputs of forward, .* got 5"),
         ("n", TypeError, "must be a sequence or a dict of entries for the inputs of forward, .* got 'n'"),
     ],
@@ -260,10 +264,10 @@ def test_names_for_the_first_inputs(tmp_path, exporter: str) -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"input_names": ["a", "b", "c"]}, r"input_names must .+ or fewer, got 3 for 2 \(x, y\)"),
+        ({"input_names": ["a", "b", "c"]}, r"input_names must have at most .+, got 3 for 2 \(x, y\)"),
         ({"input_names": ["a", "a"]}, r"input_names must be different names, got \['a', 'a'\]"),
         ({"input_names": ["y"]}, r"input_names must be different names, got \['y', 'y'\]"),
-        ({"output_names": ["a", "b"]}, r"output_names must .+ or fewer, got 2 for 1 \(output\)"),
+        ({"output_names": ["a", "b"]}, r"output_names must have at most .+, got 2 for 1 \(output\)"),
         ({"input_names": [""]}, r"input_names must be names of at least one letter, got \[''"),
         ({"output_names": [""]}, r"output_names must be names of at least one letter, got \[''\]"),
         ({"input_names": ["a"], "output_names": ["a"]}, r"output_names must differ .+ \(a, y\), got 'a'"),

@@ -757,7 +757,7 @@ def test_weights_in_files_that_are_missing(tmp_path) -> None:
     assert lint(path, "tensorrt10") == ()
     data = tmp_path / "model.data"
     data.write_bytes(data.read_bytes()[:10])
-    with pytest.raises(UnreadableFileError, match="is not whole: 'model.data' has 10 bytes"):
+    with pytest.raises(UnreadableFileError, match="is truncated: 'model.data' has 10 bytes"):
         lint(path, "tensorrt10")
     data.unlink()
     with pytest.raises(UnreadableFileError, match=r"is in 'model\.data', which is missing; copy that file"):

@@ -148,7 +148,7 @@ def test_codes_are_stacked(tmp_path) -> None:
             partial(nn.LSTM, 8, 16, proj_size=4),
             "has proj_size; set proj_size=0, and add a Linear after the layer",
         ),
-        (partial(nn.RNN, 8, 16), "there is no op of LiteRT for aten.rnn_tanh"),
+        (partial(nn.RNN, 8, 16), "LiteRT has no op for aten.rnn_tanh"),
     ],
 )
 def test_what_is_not_exported_is_a_sentence(layer, sentence: str, tmp_path) -> None:

@@ -303,7 +303,7 @@ def test_quantizers_of_what_nothing_takes_are_named_and_no_error(road: str, tmp_
     assert "unused.weight_quantizer" in found.unreached
     assert not any(name.startswith(("first", "last")) for name in found.unreached)
     assert found.missing == ()
-    assert "not executed, or not used, for these inputs: unused" in str(found)
+    assert "not executed or not used for these inputs: unused" in str(found)
 
 
 def test_a_missing_node_of_what_is_used_stays_an_error() -> None:

@@ -403,7 +403,7 @@ def test_quantized_weights_need_the_trainer_and_the_classes_of_the_data() -> Non
     assert any("fused for inference" in line for line in lines)
     own = object.__new__(integration.trainer(YOLO("yolov8n.yaml")))
     own.data = {"nc": 3}
-    with pytest.raises(ValueError, match=r"have 2 classes and the data set 3"):
+    with pytest.raises(ValueError, match=r"have 2 classes, but the data set has 3"):
         own.get_model(weights=model)
 
 

@@ -98,7 +98,7 @@ def test_a_trainer_that_builds_its_model_anew_trains_with_quantizers(quantizer: 
     assert resumed.train_loader.resets == 0, "the ranges of a quantized checkpoint stay"
     assert resumed.losses[0] < trainer.losses[0]
     resumed.data["nc"] = 3
-    with pytest.raises(ValueError, match="quantized weights have 2 classes and the data set 3"):
+    with pytest.raises(ValueError, match="quantized weights have 2 classes, but the data set has 3"):
         resumed.get_model(None, trainer.ema)
 
 

@@ -186,7 +186,7 @@ def test_models_without_statistics() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False))
     report = qt.tuning.reestimate_batch_norm(model, [torch.randn(8, 2)], progress=False)
     assert report.unchanged == {"1": "it has no running statistics"}
-    assert "1: as it was: it has no running statistics" in str(report)
+    assert "1: unchanged: it has no running statistics" in str(report)
     with pytest.raises(ValueError, match="at least one batch"):
         qt.tuning.reestimate_batch_norm(model, [], progress=False)
 

@@ -187,8 +187,8 @@ def test_a_bias_of_two_layers_stays(road: str) -> None:
     qt.calibrate(prepared, [x], progress=False)
     report = qt.tuning.bias_correction(prepared, [x], progress=False)
     assert report.skipped == {
-        "0": "its bias is that of '2' too, whose shift is another one",
-        "2": "its bias is that of '0' too, whose shift is another one",
+        "0": "it shares its bias with '2', which has another shift",
+        "2": "it shares its bias with '0', which has another shift",
     }
     assert torch.equal(prepared.get_submodule("0").bias, model[0].bias)
     assert list(report.shifts) == ["4"]

@@ -152,7 +152,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(TypeError, match=r"teacher must be a torch.nn.Module, got NoneType"):
         Distillation(model, None)
     with pytest.raises(
-        ValueError, match=r"the logits differ in shape: \(4, 3\) of the student, \(2, 3\) of the teacher"
+        ValueError, match=r"the logits differ in shape: \(4, 3\) for the student, \(2, 3\) for the teacher"
     ):
         Distillation(model, floats)(x[:2], model(x))
 

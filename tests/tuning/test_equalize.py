@@ -119,10 +119,10 @@ def test_layers_that_stay_are_named_with_the_reason() -> None:
     result = qt.tuning.equalize(model, x)
     assert result.pairs == ()
     assert "relu6) follows it" in result.skipped["a"]
-    assert result.skipped["b"] == "2 ops take the output of 'b'"
+    assert result.skipped["b"] == "2 ops use the output of 'b'"
     assert "(add) follows it" in result.skipped["c"]
     assert result.skipped["d"] == "'twice' or its weight is used more than once"
-    assert "fc: as it was" in str(result)
+    assert "fc: unchanged" in str(result)
 
 
 class Positions(nn.Module):

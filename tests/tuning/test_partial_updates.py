@@ -340,10 +340,10 @@ def test_a_state_of_another_training_is_refused() -> None:
     assert state["channels"]["stem"].tolist() == [0, 1, 2, 3] != chosen(model)["stem"]
     other = learned()
     updates = Updates(other, OPTIMIZERS["sgd"](other.parameters()), share=0.25)
-    with pytest.raises(ValueError, match=r"the state has 4 channels of 'stem', and share=0\.25 are 2"):
+    with pytest.raises(ValueError, match=r"the state has 4 channels of 'stem', but share=0\.25 gives 2"):
         updates.load_state_dict(state)
     state["channels"].pop("stem")
-    with pytest.raises(ValueError, match="only one of both has the weight 'stem'"):
+    with pytest.raises(ValueError, match="only one of the two has the weight 'stem'"):
         updates.load_state_dict(state)
 
 

@@ -249,7 +249,7 @@ def test_the_exported_file_has_the_codes(tmp_path) -> None:
     prepared, batches = residual(qconfig=qt.QConfig(qt.QuantSpec(), qt.QuantSpec(bits=4, axis=0)))
     qt.tuning.reconstruct(prepared, batches, **small(20))
     result = qt.export_onnx(qt.convert(prepared), batches[0], tmp_path / "model.onnx")
-    assert "weight codes:     0 of" in str(result)
+    assert "weights:          0 of" in str(result)
 
 
 @pytest.mark.slow
@@ -342,8 +342,8 @@ def awkward() -> qt.graph.QuantizedGraphModule:
 def test_what_is_left_out_is_in_the_report() -> None:
     report = qt.tuning.reconstruct(awkward(), [torch.randn(8, 4)], **small(5))
     assert [unit.name for unit in report.units] == ["first"]
-    assert report.skipped["twice"] == "the model calls it 2 times, so it has no one output"
-    assert report.skipped["a"] == "its weight is that of 'b' too"
+    assert report.skipped["twice"] == "the model calls it 2 times, so it has several outputs"
+    assert report.skipped["a"] == "it shares its weight with 'b'"
     assert report.skipped["last"] == "its weight is not quantized; give it a config in the QConfigMapping"
     assert "twice: skipped: the model calls it 2 times" in str(report)
 
@@ -351,9 +351,9 @@ def test_what_is_left_out_is_in_the_report() -> None:
 @pytest.mark.parametrize(
     ("layers", "words"),
     [
-        (["twice"], r"layer 'twice' cannot be taken: the model calls it 2 times.*layers it can take are first"),
-        (["unused"], r"layer 'unused' cannot be taken: the graph does not call it"),
-        (["b"], r"layer 'b' cannot be taken: its weight is that of 'a' too"),
+        (["twice"], r"layer 'twice' is not supported: the model calls it 2 times.*supported layers are first"),
+        (["unused"], r"layer 'unused' is not supported: the graph does not call it"),
+        (["b"], r"layer 'b' is not supported: it shares its weight with 'a'"),
         (["frist"], r"unknown layer of reconstruct 'frist'; did you mean 'first'\?"),
     ],
 )
@@ -373,7 +373,7 @@ def test_a_weight_that_a_function_reads_too_is_left_out() -> None:
 
     report = qt.tuning.reconstruct(prepared_on(Net().eval(), [torch.randn(8, 4)]), [torch.randn(8, 4)], **small(5))
     assert [unit.name for unit in report.units] == ["a"]
-    assert report.skipped["b"] == "its weight is that of 'linear' too"
+    assert report.skipped["b"] == "it shares its weight with 'linear'"
 
 
 def test_a_pruned_layer_says_what_to_do() -> None:

@@ -156,7 +156,7 @@ def test_it_says_what_comes_next() -> None:
         "QuantizationSchedule(step 3: quantizes since step 2, batch norms are frozen since step 3; "
         "next: freezes the ranges at step 4)"
     )
-    assert texts[4].endswith("next: nothing changes any more)")
+    assert texts[4].endswith("next: no more changes)")
 
 
 @pytest.mark.sweep(2)

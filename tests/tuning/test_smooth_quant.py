@@ -79,8 +79,8 @@ def test_int8_activations_lose_less(norm: type[nn.Module], road: str) -> None:
 def test_a_norm_in_a_residual_connection_stays() -> None:
     result = qt.tuning.smooth_quant(Block(after=True).eval(), [torch.randn(2, 5, 16)], progress=False)
     assert [group.norm for group in result.groups] == ["ln2"]
-    assert result.skipped["ln1"] == "add takes its output too"
-    assert "ln1: as it was: add takes its output too" in str(result)
+    assert result.skipped["ln1"] == "add also uses its output"
+    assert "ln1: unchanged: add also uses its output" in str(result)
 
 
 def test_other_norms_that_stay() -> None:
@@ -99,9 +99,9 @@ def test_other_norms_that_stay() -> None:
     result = qt.tuning.smooth_quant(Net().eval(), [torch.randn(3, 4)], skip=["first"], progress=False)
     assert result.groups == ()
     assert result.skipped == {
-        "unused": "no batch reached it",
-        "last": "the caller of the model takes its output too",
-        "two": "'shared' takes other tensors too",
+        "unused": "no batch reaches it",
+        "last": "the caller of the model also uses its output",
+        "two": "'shared' also takes other tensors",
         "one": "linear, with a weight of several layers or of no layer also uses its output",
         "first": "skip names it",
     }
@@ -172,10 +172,10 @@ def test_parameters_of_several_owners_and_outputs_that_are_changed_in_place_stay
     result = qt.tuning.smooth_quant(model, batches, progress=False)
     assert [group.norm for group in result.groups] == ["first"]
     assert result.skipped == {
-        "second": "the weight of 'second' is that of 'third' too",
-        "third": "layer_norm takes its output too",
-        "fourth": "add_ takes its output too",
-        "last": "the weight of 'head' is that of 'embedding' too",
+        "second": "'second' shares its weight with 'third'",
+        "third": "layer_norm also uses its output",
+        "fourth": "add_ also uses its output",
+        "last": "'head' shares its weight with 'embedding'",
     }
     torch.testing.assert_close(result.model(batches[0]), model(batches[0]), rtol=1e-4, atol=1e-5)
 

@@ -273,6 +273,6 @@ def test_every_quantized_weight_that_a_method_leaves_out_is_named() -> None:
         "linear": function,
     }
     assert qt.tuning.bias_correction(prepared, [x], progress=False).skipped == {
-        "attention": "it is of kind 'attention', whose biases are not corrected",
+        "attention": "biases of kind 'attention' are not corrected",
         "linear": function,
     }

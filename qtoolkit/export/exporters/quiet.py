@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "onnxscript.optimizer._constant_folding": ("Evaluation failed", "Skipping constant folding"),  # it stays computed
     "onnxscript.version_converter": ("The model version conversion is not supported",),  # by onnxscript, but by onnx
-    "onnx_ir.passes.common.shape_inference": ("Shape inference failed",),  # what it does not know stays unknown
+    "onnx_ir.passes.common.shape_inference": ("Shape inference failed",),  # unknown shapes stay unknown
     "onnx_ir._convenience": ("Attribute type is ambiguous",),  # torch's translations give empty lists
     "torch.onnx._internal.exporter._registration": ("torchvision is not installed",),  # nor are its ops in the model
 }
-# Messages of torch: two axes that must be equally long get one name; its recurrent layers list their weights anew.
+# Messages of torch: two axes that must be equally long get one name; its recurrent layers list their weights again.
 WARNED = r"# The axis name: .* will not be used|The tensor attributes self\..*\b_flat_weights"
 
 

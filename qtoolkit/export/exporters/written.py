@@ -38,11 +38,14 @@ class OpsWritten(TorchFunctionMode):
       windows at the edge would need other factors.
     - A `ceil_mode` that adds no window is dropped: ONNX would add a window in the padding.
     - The windows of an adaptive pool, and of a resize in the mode "area", depend on the size of the input, but exporters write
-      the windows of the example inputs: `constant_sizes` says that sizes are static, which torch.jit.trace does not tell. - A
-      softplus with a threshold becomes a choice of two tensors ("torchscript" drops the threshold). - An LSTM with `proj_size`
-      raises ValueError ("dynamo" drops the projection). - A nearest-pixel resize for which the file would round to other pixels
-      becomes an indexing op. - An attention without heads gets one head ("dynamo" requires it), and returns zeros for a query
-      whose keys are all masked (exporters write the mean of the values). Errors begin with `what`.
+      the windows of the example inputs. `constant_sizes` says that sizes are static, which torch.jit.trace does not tell.
+    - A softplus with a threshold becomes a choice of two tensors ("torchscript" drops the threshold).
+    - An LSTM with `proj_size` raises ValueError ("dynamo" drops the projection).
+    - A nearest-pixel resize for which the file would round to other pixels becomes an indexing op.
+    - An attention without heads gets one head ("dynamo" requires it), and returns zeros for a query whose keys are all masked
+      (exporters write the mean of the values).
+
+    Errors begin with `what`.
     """
 
     def __init__(self, what: str, constant_sizes: bool) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import onnx
     import onnx_ir
 
-# What the nodes of a quantizer do: the end of their names (`node_name`).
+# Suffixes of a quantizer's node names (`node_name`).
 QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
 # Ops on the stored codes of a weight (`qtoolkit.export.passes.sub_pixel`).
 REARRANGED = ("Pad", "Reshape", "Slice", "Transpose")
@@ -78,7 +78,7 @@ def pairs(graph: "onnx.GraphProto") -> list[QuantizerNode]:
 
 
 def bodies_in(graph: "onnx.GraphProto") -> list["onnx.GraphProto"]:
-    """Return the bodies of If, Loop and Scan in a graph, and those in them."""
+    """Return the bodies of If, Loop and Scan in a graph, including nested ones."""
     attributes = [attribute for node in graph.node for attribute in node.attribute]
     bodies = [body for each in attributes for body in (*([each.g] if each.HasField("g") else []), *each.graphs)]
     return [each for body in bodies for each in (body, *bodies_in(body))]

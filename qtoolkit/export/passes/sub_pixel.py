@@ -152,8 +152,8 @@ class _Stored:
 
     codes: Value
     dequantize: onnx_ir.Node  # their DequantizeLinear, with one scale, or one for each output channel
-    # whether they are rows of one output channel each, (out, in / groups * k * k), as those with groups and a scale for each
-    # channel are; else (in, out / groups, k, k)
+    # whether each row is one output channel, (out, in / groups * k * k), as for grouped weights with per-channel
+    # scales; else (in, out / groups, k, k)
     in_rows: bool
     sides: list[int]  # the channels of a group, in the order of the codes
     sizes: list[int]  # the spatial sizes

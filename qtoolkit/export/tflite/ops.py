@@ -38,7 +38,7 @@ def name_of_op(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Return all arguments of a node by the names of its schema, with the defaults of those that are not given."""
+    """Return all arguments of a node, including defaults, by the names of its schema."""
     if node.target is not operator.getitem:
         return pt2e.arguments(node)
     split, part = cast("tuple[fx.Node, int]", node.args)  # of which one part is a slice, or a selection

@@ -6,7 +6,7 @@ quantizer. Blocks are found from the graph:
 - A section between two points with a single tensor is a block if it branches: a residual block, an attention, an inception
   module.
 - The other layers of a submodule with a single output are a block if they are few.
-- Every other layer is a unit of its own.
+- Every other layer is a separate unit.
 """
 
 import operator

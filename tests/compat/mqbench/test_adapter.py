@@ -290,7 +290,7 @@ def test_the_switches() -> None:
     assert modes(prepared) == {(False, True, True), (True, True, True)}
     state.disable_all(prepared)
     assert modes(prepared) == {(False, False, False), (True, False, False)}
-    with pytest.raises(ValueError, match="got 'bias', which none of the model's 4 quantizers has"):
+    with pytest.raises(ValueError, match="got 'bias', which matches none of the model's 4 quantizers"):
         state.enable_calibration_woquantization(prepared, "bias")
 
 
@@ -364,7 +364,7 @@ WRONG = {
     ),
     "dorefa": (
         lambda _: prepared_with(extra_qconfig_dict={"w_fakequantize": "DoReFaFakeQuantize"}),
-        "takes at most 7 bits, got 8",
+        "supports at most 7 bits, got 8",
     ),
     "nnie": (
         lambda _: prepared_with(BackendType.NNIE, extra_qconfig_dict={"w_fakequantize": "FixedFakeQuantize"}),
