@@ -2,7 +2,7 @@
 
 python -m benchmarks.pages.cuda_sass                   prints the tables, from the built library
 python -m benchmarks.pages.cuda_sass --library FILE    those of another build
-python -m benchmarks.pages.cuda_sass --write           writes results/cuda_sass.json and the table of docs/design/performance.md too
+python -m benchmarks.pages.cuda_sass --write           writes results/cuda_sass.json and the table of the page on design too
 
 It needs no GPU: it reads the machine code with cuobjdump, which comes with CUDA and with Triton. A loop is the shortest path
 from the load of a vector of 8 elements back to it, among those that round and store 8 elements; an instruction on it counts

@@ -1,25 +1,49 @@
 """Writes the figures of README.md, and the plot of three of them, docs/figures.svg.
 
-python -m benchmarks.pages.front_page    takes train_step.json, memory.json, codes.json and gpu.json of benchmarks/results
+python -m benchmarks.pages.front_page
 
-Needs matplotlib. Run it after train_step, memory, codes or gpu.
+It takes these files of benchmarks/results: accuracy, ptq, super_resolution, text_encoder, deployment, codes, train_step, memory
+and gpu. deployment.json has the latencies of docs/runtimes.md and docs/litert.md, and the sizes of the files. Needs matplotlib.
 """
 
 import argparse
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages.post_training.hits import accuracy, unpacked
 from benchmarks.pages.stored import write_part
+from benchmarks.report import markdown_lines
 
 ROOT = Path(__file__).parents[2]
+BEGIN_OPENING = "<!-- begin: benchmarks/pages/front_page.py, opening -->"
 BEGIN = "<!-- begin: benchmarks/pages/front_page.py -->"
 END = "<!-- end -->"
+BITS = ("W8A8", "W4A4")
 NETWORK, OURS, ON_GPU = "resnet18", "ours, integer", "ours, learned scales"
+OTHERS = {"torch.ao": "torch.ao, learnable", "Brevitas": "Brevitas"}  # as the page names them, and accuracy.json
 PLOT = "figures.svg"
 OUR_COLOR, OTHER_COLOR = "#3949ab", "#9e9e9e"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The accuracy of a network in float and quantized.
+
+    Attributes:
+        network: Its name, its data set and the unit.
+        method: How it was quantized.
+        float_model: The float model's accuracy.
+        quantized: The accuracy by bits, in the order of BITS; None where it was not measured.
+    """
+
+    network: str
+    method: str
+    float_model: float
+    quantized: Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -27,6 +51,10 @@ class Figures:
     """What the page shows.
 
     Attributes:
+        accuracies: Of networks, post-training and trained; the second one is ResNet-20's after one epoch.
+        others: ResNet-20's accuracy after that epoch in W4A4 with other tools.
+        files: Latency and size of files: the rows of deployment.json.
+        processor: Where the latencies were measured.
         time: Time of a training step by tool, as a multiple of the float model's.
         memory: Bytes kept for the backward pass by tool, as a multiple of the float model's.
         simulated: Share of the quantized values that differ in onnxruntime from those of a float simulation, by network.
@@ -36,8 +64,13 @@ class Figures:
         card: The GPU that was measured.
         batch: The size of its batches.
         on_gpu: By network, the time of a step as a CUDA graph there, and its peak of memory, as multiples of the float model's.
+        failed_on_gpu: Other tools that raised an error on a GPU, and the networks.
     """
 
+    accuracies: Sequence[Accuracy]
+    others: Mapping[str, float]
+    files: Sequence[Mapping[str, Any]]
+    processor: str
     time: Mapping[str, float]
     memory: Mapping[str, float]
     simulated: Mapping[str, float]
@@ -47,19 +80,29 @@ class Figures:
     card: str
     batch: int
     on_gpu: Mapping[str, tuple[float, float]]
+    failed_on_gpu: Mapping[str, Sequence[str]]
 
 
 def figures_of(results: Path) -> Figures:
     """Read the figures from the files of a folder."""
-    steps, memory, codes = (
-        json.loads((results / f"{name}.json").read_text()) for name in ("train_step", "memory", "codes")
+    steps, memory, codes, files, trained = (
+        json.loads((results / f"{name}.json").read_text())
+        for name in ("train_step", "memory", "codes", "deployment", "accuracy")
     )
     rows = [row for row in codes if row["runtime"].startswith("onnxruntime")]
     gpu = json.loads((results / "gpu.json").read_text())["rows"]
     card = gpu[-1]["card"]
     learned = [row for row in gpu if row["card"] == card and row.get("subject") == ON_GPU and row.get("captured")]
     batch = max(row["batch"] for row in learned)
+    failed: dict[str, list[str]] = {}
+    for row in gpu:
+        if "failed" in row:
+            failed.setdefault(row["subject"], []).append(row["network"])
     return Figures(
+        [*_accuracies(results, trained)],
+        {name: _after_an_epoch(trained, subject, 4) for name, subject in OTHERS.items()},
+        files["rows"],
+        files["cpu"],
         _by_tool(steps, "ratio"),
         _by_tool(memory, "kept"),
         {row["network"].split(",")[0]: row["float_differing"] / row["codes"] for row in rows},
@@ -69,7 +112,37 @@ def figures_of(results: Path) -> Figures:
         card,
         batch,
         {row["network"]: (row["captured_ratio"], row["mebibytes_ratio"]) for row in learned if row["batch"] == batch},
+        failed,
     )
+
+
+def _accuracies(results: Path, trained: Mapping[str, Any]) -> Iterator[Accuracy]:
+    """Yield the accuracies, from the files of a folder; `trained` is accuracy.json."""
+    ptq, images, text = (
+        json.loads((results / f"{name}.json").read_text()) for name in ("ptq", "super_resolution", "text_encoder")
+    )
+    hits = {row["bits"]: row["hits"] for row in ptq["rows"] if row["method"] == "adaround"}
+    of_float, *rounded = (
+        accuracy(unpacked(of, ptq["test_images"])) for of in (ptq["float_hits"], *(hits[bits] for bits in BITS))
+    )
+    yield Accuracy("ResNet-20, CIFAR-10, %", "post-training, 512 images", of_float, rounded)
+    after = [_after_an_epoch(trained, *of) for of in (("float", 32), ("fixed", 8), ("lsq", 4))]
+    yield Accuracy("ResNet-20, CIFAR-10, %", "QAT, one epoch", after[0], after[1:])
+    psnr = {
+        bits: statistics.mean(row["y"] for row in images["rows"] if (row["method"], row["bits"]) == (method, bits))
+        for method, bits in (("float", ""), *(("lsq_plus, balanced", bits) for bits in BITS))
+    }
+    yield Accuracy("FSRCNN x2, Set5, dB", "QAT, 2,000 steps", psnr[""], [psnr[bits] for bits in BITS])
+    found = {row["bits"]: row["spearman"] for row in text["rows"] if row["method"] == "minmax"}
+    float_model = text["float_model"]["spearman"]
+    yield Accuracy("MiniLM-L6, STS-B, correlation", "post-training", float_model, [found.get(bits) for bits in BITS])
+
+
+def _after_an_epoch(results: Mapping[str, Any], subject: str, bits: int) -> float:
+    """Return ResNet-20's mean accuracy over the seeds after one epoch of the labels alone."""
+    wanted = {"subject": subject, "bits": bits, "epochs": 1, "network": "resnet20", "teacher": False, "rate": 0.01}
+    found = [row for row in results["rows"] if all(row["training"][name] == of for name, of in wanted.items())]
+    return statistics.mean(row["trained"] for row in found)
 
 
 def _by_tool(results: Mapping[str, Any], figure: str) -> dict[str, float]:
@@ -84,23 +157,85 @@ def _by_tool(results: Mapping[str, Any], figure: str) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def lines_of(figures: Figures) -> list[str]:
-    """Return the figures as lines of Markdown."""
+def opening_of(figures: Figures) -> list[str]:
+    """Return the figures of the first lines of the page."""
     time, memory = (
         [value for name, value in of.items() if name != "qtoolkit"] for of in (figures.time, figures.memory)
     )
-    worst = max(figures.simulated.values())
-    on_gpu = [f"{name} {time:.2f} and {peak:.2f} times" for name, (time, peak) in figures.on_gpu.items()]
+    trained, file = figures.accuracies[1], figures.files[0]
+    of_8, of_4 = (f"{value:.2f} %" for value in trained.quantized if value is not None)
     return [
-        f"- **{figures.time['qtoolkit']:.2f} times the time** of a float training step; {len(time)} other tools take "
-        f"{min(time):.2f} to {max(time):.2f} times.",
-        f"- **{figures.memory['qtoolkit']:.2f} times the memory** kept for the backward pass; the other tools keep "
-        f"{min(memory):.2f} to {max(memory):.2f} times.",
-        f"- **{figures.differing:,} of {figures.compared:,} quantized values differ** between PyTorch and onnxruntime, in "
-        f"{len(figures.simulated)} networks. With the usual simulation in float, up to {worst:.1%} differ.",
-        f"- On a GPU ({figures.card}, bfloat16, batches of {figures.batch}, learned scales) a step recorded as a CUDA "
-        f"graph takes, of the float step's time and peak of memory: {', '.join(on_gpu)}.",
+        f"- **Accuracy**: after one epoch of QAT, ResNet-20 has {of_8} on CIFAR-10 in 8 bits and {of_4} in 4 bits "
+        f"(float: {trained.float_model:.2f} %).",
+        f"- **Deployment**: in {file['runtime']}, {file['network']} with int8 weights takes {file['int8']:.2f} times the float "
+        f"latency (with uint8 weights, the default: {file['default']:.2f}) and "
+        f"{file['int8_kib'] / file['float_kib']:.2f} times the file size.",
+        f"- **Training**: on a CPU with int8 instructions, a QAT step of ResNet-18 takes {figures.time['qtoolkit']:.2f} times "
+        f"the time of a float step and {figures.memory['qtoolkit']:.2f} times its memory for backward; {len(time)} other tools "
+        f"take at least {min(time):.2f} times the time and {min(memory):.2f} times the memory.",
     ]
+
+
+def lines_of(figures: Figures) -> list[str]:
+    """Return the figures as lines of Markdown."""
+    worst = max(figures.simulated.values())
+    others = " and ".join(f"{value:.2f} % with {name}" for name, value in figures.others.items())
+    failed = [f"{name} raises an error for {', '.join(of)}" for name, of in figures.failed_on_gpu.items()]
+    return [
+        "**Accuracy.** W8A8 has 8-bit weights and activations, W4A4 has 4-bit ones (first and last layer: 8 bits). The "
+        "difference from the float model is in brackets; a dash means not measured.",
+        "",
+        *markdown_lines(
+            ("network, data", "method", "float", *BITS),
+            [
+                [
+                    of.network,
+                    of.method,
+                    f"{of.float_model:.2f}",
+                    *(_beside(value, of.float_model) for value in of.quantized),
+                ]
+                for of in figures.accuracies
+            ],
+        ),
+        "",
+        f"With the same epoch in W4A4, ResNet-20 reaches {others}.",
+        "",
+        f"**Deployment.** Latency on one thread ({figures.processor}), and file size. Int8 weights are the fastest; uint8 "
+        "weights, the default for onnxruntime, are exact on every x86 processor.",
+        "",
+        *markdown_lines(
+            ("network", "runtime", "float, ms", "int8 / float", "uint8 / float", "float file, KiB", "int8 file, KiB"),
+            [
+                [
+                    *(row["network"], row["runtime"], f"{row['milliseconds']:.2f}", f"{row['int8']:.2f}"),
+                    _cell(row["default"], ".2f"),
+                    *(_cell(row[size], ",") for size in ("float_kib", "int8_kib")),
+                ]
+                for row in figures.files
+            ],
+        ),
+        "",
+        f"**Verification.** {figures.differing:,} of {figures.compared:,} quantized values differ between PyTorch and "
+        f"onnxruntime, in {len(figures.simulated)} networks. With the usual simulation in float, up to {worst:.1%} differ.",
+        "",
+        f"**Training on a GPU** ({figures.card}, bfloat16, batches of {figures.batch}, learned scales, the step as a CUDA "
+        "graph):",
+        "",
+        *markdown_lines(
+            ("network", "step time / float", "peak memory / float"),
+            [[name, f"{time:.2f}", f"{peak:.2f}"] for name, (time, peak) in figures.on_gpu.items()],
+        ),
+        "",
+        f"Other tools have no figures here: {'; '.join(failed)}; the others were not measured on a GPU.",
+    ]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _beside(value: float | None, float_model: float) -> str:
+    return "-" if value is None else f"{value:.2f} ({value - float_model:+.2f})"
 
 
 def draw(figures: Figures, path: Path) -> None:
@@ -144,6 +279,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / PLOT)
     args = parser.parse_args()
     figures = figures_of(args.results)
+    write_part(args.page, BEGIN_OPENING, END, opening_of(figures))
     write_part(args.page, BEGIN, END, lines_of(figures))
     draw(figures, args.plot)
 

@@ -3,7 +3,7 @@
 python -m benchmarks.pages.gpu ops               each op's share of the bandwidth of a copy
 python -m benchmarks.pages.gpu steps             training steps in bfloat16 and channels_last
 python -m benchmarks.pages.gpu profile           the kernels that take most of a step of the first network
-python -m benchmarks.pages.gpu all --write       writes results/gpu.json and the tables of docs/gpu.md and docs/design/performance.md
+python -m benchmarks.pages.gpu all --write       writes results/gpu.json and the tables of docs/gpu.md (ops: docs/design) too
 python -m benchmarks.pages.gpu page some.json    adds the rows of files to results/gpu.json, and writes the tables
 python -m benchmarks.pages.gpu all --device cpu --quick     whether the program runs, on small tensors
 

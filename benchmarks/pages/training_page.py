@@ -2,7 +2,8 @@
 
 python -m benchmarks.pages.training_page    takes train_step.json, short_steps.json and memory.json of benchmarks/results
 
-The details are the goals, the times on fewer threads, profiles, and counts of ops. Needs matplotlib. Run it after train_step or memory. short_steps.json is what train_step writes by
+The details are the goals, the times on fewer threads, profiles, and counts of ops. It needs matplotlib. Run it after train_step
+or memory. short_steps.json is what train_step writes by
 `--size 32 --batch 2 --threads 1 --networks resnet18 mobilenet_v2 vit --out benchmarks/results/short_steps.json`.
 """
 

@@ -116,7 +116,10 @@ def call_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     subjects = dict.fromkeys(subject for calls in counted.values() for subject in calls)
     yield (
         "Ops that a step calls, as multiples of the float model's",
-        ["what is trained", *(f"{NETWORKS[name].title}: {of}" for name in counted for of in ("calls", "with nested calls"))],
+        [
+            "what is trained",
+            *(f"{NETWORKS[name].title}: {of}" for name in counted for of in ("calls", "with nested calls")),
+        ],
         [
             [_described(subject), *(cell for calls in counted.values() for cell in _calls(calls, subject))]
             for subject in subjects
