@@ -25,8 +25,7 @@ from qtoolkit.cli import tables
 from qtoolkit.errors import first_line, unknown
 from qtoolkit.export import Verdict
 from qtoolkit.export.description import FileDescription, describe
-from qtoolkit.export.lint import EngineEstimate, estimate_engine, rules_of
-from qtoolkit.export.lint import lint as lint_file
+from qtoolkit.export.lint import EngineEstimate, estimate_graph, lint_graph, quantized_graph, rules_of
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.deployed import RuntimeCodes
@@ -56,11 +55,12 @@ class Answer:
 def lint(arguments: argparse.Namespace) -> Answer:
     """Check a file against the rules of a target."""
     backend = backends[arguments.backend]
-    findings = lint_file(arguments.file, backend, arguments.advice)
+    model = quantized_graph(arguments.file)
+    findings = lint_graph(model, backend, arguments.advice)
     rules = [rule.name for rule in rules_of(backend, arguments.advice)]
     data = {"file": arguments.file, "backend": backend.name, "rules": rules, "findings": _listed(findings)}
     if takes_types_as_they_are(backend):
-        data["beside_float16"] = _beside_float16(estimate_engine(arguments.file, backend, arguments.gpu))
+        data["beside_float16"] = _beside_float16(estimate_graph(arguments.file, model, backend, arguments.gpu))
     return Answer(data, lambda: tables.findings(data), bool(findings))
 
 

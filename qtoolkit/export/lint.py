@@ -53,7 +53,11 @@ def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = Fa
     """
     check_flags("lint", advice=advice)
     backend = backend_of(backend)
-    model = _quantized_graph(path)
+    return lint_graph(quantized_graph(path), backend, advice)
+
+
+def lint_graph(model: "onnx_ir.Model", backend: Backend, advice: bool) -> tuple[Finding, ...]:
+    """Return what `lint` does, of a file that is open."""
     from qtoolkit.export.files.ops import ops_of
     from qtoolkit.export.files.sizes import infer_sizes
 
@@ -156,7 +160,13 @@ def estimate_engine(
             "estimate_engine: backend must be a target that computes in the types of a file, such as 'tensorrt'; "
             f"{backend.name!r} chooses types by itself."
         )
-    model = _quantized_graph(path)
+    return estimate_graph(path, quantized_graph(path), backend, gpu)
+
+
+def estimate_graph(
+    path: str | os.PathLike[str], model: "onnx_ir.Model", backend: Backend, gpu: GpuName
+) -> EngineEstimate:
+    """Return what `estimate_engine` does, of a file that is open."""
     from qtoolkit.export.files.ops import ops_of
     from qtoolkit.export.files.sizes import infer_sizes
 
@@ -168,7 +178,8 @@ def estimate_engine(
     return EngineEstimate(str(path), gpu, findings, costs.of_types, costs.seconds, plain.seconds, costs.unknown)
 
 
-def _quantized_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
+def quantized_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
+    """Open a file; UnreadableFileError for one without Q/DQ nodes."""
     model = open_graph(path)
     kinds = {node.op_type for node in model.graph.all_nodes()}
     if not kinds.intersection(("QuantizeLinear", "DequantizeLinear")):

@@ -18,6 +18,7 @@ import torch
 import qtoolkit as qt
 import qtoolkit_command
 from qtoolkit.cli import main
+from qtoolkit.export.files.reading import open_graph
 from qtoolkit.export.lint import FILE_RULES, rules_of
 from qtoolkit.extras import install_command
 from qtoolkit.lint.fusions import FILE_ADVICE
@@ -50,6 +51,20 @@ def test_lint_as_json(tmp_path, capsys) -> None:
     (finding,) = found["findings"]
     assert list(finding) == ["node", "rule", "message", "source", "remedy"]
     assert (finding["node"], finding["rule"]) == ("relu", "one-quantizer")
+
+
+def test_lint_reads_the_file_once(tmp_path, capsys, monkeypatch) -> None:
+    path, opened = clean().save(tmp_path), []
+    monkeypatch.setattr(
+        sys.modules["qtoolkit.export.lint"], "open_graph", lambda path: opened.append(path) or open_graph(path)
+    )
+    assert main(["lint", path, "--backend", "tensorrt", "--advice", "--json"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert opened == [path]
+    assert found["beside_float16"]["findings"] == [
+        {"node": each.where, "rule": each.name, "message": each.rule, "source": each.source, "remedy": each.remedy}
+        for each in qt.export.estimate_engine(path, "tensorrt").findings
+    ]
 
 
 def test_advice_is_asked_for(tmp_path, capsys) -> None:

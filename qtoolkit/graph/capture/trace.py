@@ -104,7 +104,7 @@ def run(
     for name, value in kept.items():
         gm.keep(name, value)
     if expected is not None:
-        if both_modes.of_eval_mode(gm.graph):  # whose ops torch.fx's own code runs in training mode too
+        if both_modes.of_one_mode(gm.graph, training=False):  # whose ops torch.fx's own code runs in training mode too
             gm.divide(tuple(traced.calls))
         expected.check(gm)
         gm.calls = ()

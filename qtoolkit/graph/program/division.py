@@ -15,7 +15,7 @@ from torch import fx
 from qtoolkit.errors import with_article
 from qtoolkit.graph.block_calls import ROOT, BlockCall, Foreign, Value, ancestors, map_leaves
 from qtoolkit.graph.blocks import TracedBlock, find_module
-from qtoolkit.graph.capture.rewrites.both_modes import of_eval_mode
+from qtoolkit.graph.capture.rewrites.both_modes import of_one_mode
 from qtoolkit.model_inputs import leaves
 from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.recorded import is_mode
@@ -48,7 +48,7 @@ class Division:
         self.gm, self.calls = gm, calls
         self.paths = [ancestors(calls, call) for call in range(len(calls))]
         self.free = free_nodes(gm)
-        self.of_eval_mode = of_eval_mode(gm.graph)
+        self.of_eval_mode, self.of_training_mode = (of_one_mode(gm.graph, training) for training in (False, True))
         self.nodes = [node for node in gm.graph.nodes if node not in self.free]
         self.order = {node: place for place, node in enumerate(self.nodes)}
         self.path_of = self._paths_of_nodes()

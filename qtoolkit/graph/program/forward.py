@@ -37,7 +37,7 @@ def compile_forward(
     if not calls:
         return plain
     division, blocks = Division(gm, calls), _Blocks(gm)
-    if division.of_eval_mode:  # torch.fx's code runs all nodes in both modes
+    if division.of_eval_mode or division.of_training_mode:  # torch.fx's code runs all nodes in both modes
         plain = compiled(Writer(division.whole(), ROOT).write(), "")
     whole = _with_units(gm, division.whole(), ROOT, products, plain)
     for block, *_ in blocks.places:

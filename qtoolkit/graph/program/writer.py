@@ -6,6 +6,7 @@ import linecache
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
+from contextlib import nullcontext
 from typing import Any
 from uuid import uuid4
 from weakref import finalize
@@ -15,6 +16,7 @@ from torch import fx, nn
 from qtoolkit.graph.nodes import node_name
 from qtoolkit.graph.program.division import Division, Part
 from qtoolkit.model_inputs import Keys, leaves
+from qtoolkit.model_state import evaluating
 from qtoolkit.op_kinds.recorded import check_argument
 
 
@@ -38,7 +40,7 @@ class Writer:
             self._write_arguments(part)
         for item in self.items:
             if isinstance(item, int):
-                self._write_call(self.division.parts[item])
+                self._write_call(item)
             else:
                 self._write_node(item)
         if part is not None:
@@ -46,13 +48,14 @@ class Writer:
         return self.graph
 
     def _write_node(self, node: fx.Node) -> None:
-        mode = self.division.of_eval_mode.get(node)
+        mode, run = self.division.of_eval_mode.get(node), OpOfEvalMode(node).run
+        if mode is None and node.op == "call_module":
+            mode, run = self.division.of_training_mode.get(node), call_of_training_mode
         if mode is None:
             self._copy(node)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
         called = (self._module(node),) if node.op == "call_module" else ()
-        run = OpOfEvalMode(node).run
         self.written[node] = self.graph.create_node(
             "call_function", run, (self._value(mode), *called, *args), kwargs, node.name
         )
@@ -73,10 +76,17 @@ class Writer:
             else:
                 self._write_items(values[name], argument)
 
-    def _write_call(self, part: Part) -> None:
+    def _write_call(self, index: int) -> None:
+        part = self.division.parts[index]
         args, kwargs = self._built((part.args, part.kwargs), self._known)
         target = self._target(part.call.block)
-        result = self.graph.create_node("call_module", target, args, kwargs, node_name(target))
+        modes = {self.division.of_training_mode.get(node) for node in self.division.members[index] if node.users}
+        mode = modes.pop() if len(modes) == 1 else None
+        if mode is None:
+            result = self.graph.create_node("call_module", target, args, kwargs, node_name(target))
+        else:
+            called = self._value(mode), self.graph.get_attr(target)
+            result = self.graph.call_function(call_of_training_mode, (*called, *args), kwargs)
         self._write_items(part.result, result)
 
     def _write_items(self, tree: Any, whole: fx.Node) -> None:
@@ -141,6 +151,12 @@ class OpOfEvalMode:
     def run(self, training: bool, /, *args: object, **kwargs: object) -> object:
         """Return the op's result; None in training mode."""
         return None if training else self.function(*args, **kwargs)
+
+
+def call_of_training_mode(training: bool, module: nn.Module, /, *args: object, **kwargs: object) -> object:
+    """Call a module whose result training mode alone takes. In eval mode, for ranges and hooks, it changes no statistics."""
+    with nullcontext() if training or not module.training else evaluating(module):
+        return module(*args, **kwargs)
 
 
 def _call_module(module: nn.Module, /, *args: object, **kwargs: object) -> object:

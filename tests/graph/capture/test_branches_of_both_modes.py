@@ -224,6 +224,21 @@ def test_prepared_in_either_mode_it_has_the_same_quantizers(kind: type[nn.Module
         assert (a - b).abs().max() <= 0.05 * b.abs().max()
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["all of it", "its batch norm"])
+def test_a_head_of_training_mode_that_is_set_to_it_alone_keeps_its_statistics(whole: bool) -> None:
+    """The float model does not call it in eval mode."""
+    prepared = prepared_of(Auxiliary, training=True).eval()
+    wanted = tensors(prepared(images()))
+    head = prepared.get_submodule("auxiliary" if whole else "auxiliary.0.1").train()
+    before = {name: tensor.clone() for name, tensor in prepared.state_dict().items()}
+    assert all(map(torch.equal, tensors(prepared(images())), wanted))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in prepared.state_dict().items())
+    assert head.training
+    prepared.train()(images())
+    changed = {name for name, tensor in prepared.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert "auxiliary.0.1.running_mean" in changed
+
+
 def test_training_mode_does_not_run_what_eval_mode_alone_takes() -> None:
     prepared, calls = prepared_of(Chooses, training=True), []
     prepared.get_submodule("block.narrow.0").register_forward_hook(lambda *_: calls.append("narrow"))

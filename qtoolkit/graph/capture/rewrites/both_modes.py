@@ -398,20 +398,20 @@ def _places_in(node: fx.Node, user: fx.Node) -> list[int]:
     return [place for place, value in enumerate(user.args) if node in [leaf for _, leaf in leaves(value)]]
 
 
-def of_eval_mode(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return the nodes that eval mode alone takes, each with the node that reads the mode which decides."""
+def of_one_mode(graph: fx.Graph, training: bool) -> dict[fx.Node, fx.Node]:
+    """Return the nodes that training mode alone takes, or eval mode, each with the node that reads the mode which decides."""
     found: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes) if graph.find_nodes(op="call_function", target=by_mode) else ():
         if node.op.startswith("call"):
-            deciding = {found.get(user) or _deciding(node, user) for user in node.users}
+            deciding = {found.get(user) or _deciding(node, user, 1 if training else 2) for user in node.users}
             if len(deciding) == 1 and (mode := deciding.pop()) is not None:
                 found[node] = mode
     return found
 
 
-def _deciding(node: fx.Node, user: fx.Node) -> fx.Node | None:
-    """Return the node that reads the mode, where a user takes a node in eval mode alone."""
-    return user.all_input_nodes[0] if user.target is by_mode and _places_in(node, user) == [2] else None
+def _deciding(node: fx.Node, user: fx.Node, place: int) -> fx.Node | None:
+    """Return the node that reads the mode, where a user takes a node at this place among the values of both modes alone."""
+    return user.all_input_nodes[0] if user.target is by_mode and _places_in(node, user) == [place] else None
 
 
 def _choice(node: fx.Node, mode: fx.Node, in_training: Argument, in_eval: Argument) -> fx.Node:
