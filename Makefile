@@ -26,7 +26,7 @@ demo: $(BUILT)               ## from a float CNN to verified int8 and int4 ONNX 
 test: $(BUILT) $(VENV)/ready ## lints, the documentation, and of every test one case, without those that are slow
 	$(MAKE) --jobs 2 --output-sync=target lint docs
 	$(MAKE) unit OPTIONS='--few -m "not slow"'
-	$(MAKE) rows
+	$(MAKE) rows OPTIONS='-m "not slow"'
 
 # Tests on both torches. What has passed is noted, so that CI knows from where a change can reach tests (tests/reach.py).
 test-all: lint docs rows $(BUILT) $(VENV)/ready second-environment ## every case of every test, before a release and at the end of a piece of work
@@ -38,7 +38,7 @@ test-all: lint docs rows $(BUILT) $(VENV)/ready second-environment ## every case
 
 rows: $(BUILT) $(VENV)/ready ## each row of pytest benchmarks once, without times
 	@echo "== rows of pytest benchmarks"
-	$(TESTS) --dist loadfile benchmarks --benchmark-disable
+	$(TESTS) --dist loadfile benchmarks --benchmark-disable $(OPTIONS)
 
 reached: $(BUILT) $(VENV)/ready ## what the change since the commit BASE can reach, without what make test runs
 	@paths=$$($(RUN)/python -m tests.reach $(BASE)) && echo "== tests that the change since '$(BASE)' reaches: $${paths:-none}" && \

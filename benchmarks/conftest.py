@@ -76,8 +76,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     rows = []
     for name, group in metafunc.module.GROUPS.items():
         for row in (*group.rows, *(group.peers if metafunc.config.getoption("peers") else ())):
-            mark = pytest.mark.benchmark(group=name, timer=Replay.now)
-            rows.append(pytest.param(name, row, id=f"{name}: {row}", marks=mark))
+            marks = [pytest.mark.benchmark(group=name, timer=Replay.now), *[pytest.mark.slow] * (row in group.slow)]
+            rows.append(pytest.param(name, row, id=f"{name}: {row}", marks=marks))
     metafunc.parametrize(("group", "row"), rows)
 
 

@@ -1,6 +1,6 @@
 """The rows of `pytest benchmarks`: groups of pieces of work, and their times on the clock of pytest-benchmark."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
@@ -25,12 +25,14 @@ class Group:
         rows: The piece of each row. The first row is what the others are compared with.
         peers: The same for the rows of other tools, which `--peers` adds.
         on_cpu_alone: Why the group is for a CPU, as the second part of a sentence; empty where it runs on a GPU too.
+        slow: The rows that `make test` leaves out, since their setup takes long.
     """
 
     build: Callable[[Settings, Sequence[str]], Case]
     rows: Mapping[str, str]
     peers: Mapping[str, str] = field(default_factory=dict)
     on_cpu_alone: str = ""
+    slow: Collection[str] = ()
 
     @property
     def pieces(self) -> dict[str, str]:

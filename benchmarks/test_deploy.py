@@ -140,6 +140,7 @@ GROUPS = {
         partial(case_of, step),
         {f"{theirs}, {LAYERS[0]} layers": theirs, **{f"ours, {layers} layers": str(layers) for layers in LAYERS}},
         on_cpu_alone="a step of Python, or of onnxruntime.",
+        slow=[f"ours, {layers} layers" for layers in LAYERS[1:]],
     )
     for step, (theirs, _, _) in STEPS.items()
 }

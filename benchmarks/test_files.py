@@ -17,6 +17,7 @@ from benchmarks.rows import Group, Settings
 RUNTIME = "onnxruntime"
 ROWS = {"float": FLOAT, "quantize_static": STATIC, "ours": OURS, "ours, int8 weights": IN_INT8}
 SHOWN = {"resnet18": "ResNet-18", "mobilenet_v2": "MobileNetV2"}
+QUICK = "resnet18"
 
 
 def files(name: str, settings: Settings, chosen: Sequence[str]) -> Case:
@@ -32,7 +33,9 @@ def files(name: str, settings: Settings, chosen: Sequence[str]) -> Case:
 
 
 GROUPS = {
-    f"file: {title}": Group(partial(files, name), ROWS, on_cpu_alone="onnxruntime is installed for it.")
+    f"file: {title}": Group(
+        partial(files, name), ROWS, on_cpu_alone="onnxruntime is installed for it.", slow=() if name == QUICK else ROWS
+    )
     for name, title in SHOWN.items()
 }
 

@@ -20,6 +20,7 @@ ROWS = {
     "ours, fixed scales": subjects.FIXED,
 }
 SHOWN = ("resnet18", "mobilenet_v2", "fsrcnn", "vit")
+QUICK = "fsrcnn"
 
 
 def steps(network: str, settings: Settings, chosen: Sequence[str]) -> Case:
@@ -43,7 +44,9 @@ def steps(network: str, settings: Settings, chosen: Sequence[str]) -> Case:
 
 
 GROUPS = {
-    f"step: {NETWORKS[network].title}": Group(partial(steps, network), ROWS, {name: name for name in peers.MODEL_PEERS})
+    f"step: {NETWORKS[network].title}": Group(
+        partial(steps, network), ROWS, {name: name for name in peers.MODEL_PEERS}, slow=() if network == QUICK else ROWS
+    )
     for network in SHOWN
 }
 
