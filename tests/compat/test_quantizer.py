@@ -416,7 +416,7 @@ def test_disabled_quantizers_pass_through():
     ("fields", "words"),
     [
         ({"num_bits": 4, "amax": 1.0}, "must have 8 bits, or be E4M3, got num_bits=4"),
-        ({"num_bits": (4, 3), "amax": [1.0, 2.0]}, r"FP8 ops take one range, got an amax of shape \[2\]"),
+        ({"num_bits": (4, 3), "amax": [1.0, 2.0]}, r"FP8 ops support one range, got an amax of shape \[2\]"),
         ({}, "a quantizer has no amax"),
         ({"amax": 1.0, "narrow_range": True}, "must have narrow_range=False"),
     ],

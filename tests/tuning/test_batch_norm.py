@@ -148,7 +148,7 @@ def test_every_strategy(strategy: str, road: str) -> None:
             if name in true:
                 value.mul_(1.5).add_(0.1)
     if strategy == "frozen" and road == "prepare":
-        with pytest.raises(ValueError, match=r'statistics that may change; stem\.1: its strategy is "frozen"'):
+        with pytest.raises(ValueError, match=r'statistics that can change; stem\.1: its strategy is "frozen"'):
             qt.tuning.reestimate_batch_norm(prepared, batches)
         return
     mode = prepared.training

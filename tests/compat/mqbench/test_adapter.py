@@ -372,7 +372,7 @@ WRONG = {
     ),
     "nnie scheme": (
         lambda _: prepared_with(BackendType.NNIE, extra_qconfig_dict={"a_qscheme": {"bit": 8}}),
-        "a_qscheme must be left out for the backend 'nnie'",
+        "a_qscheme must be omitted for the backend 'nnie'",
     ),
     "tracer": (lambda _: prepare_by_platform(Net(), "Tensorrt", custom_tracer=object()), "custom_tracer must be None"),
 }
