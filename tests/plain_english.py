@@ -13,7 +13,7 @@ from pathlib import Path
 PATTERNS = {
     "a pronoun for a noun": r"\b(?:that|those|the ones?) of\b",
     "'behind' for 'after'": r"\bbehind\b",
-    "'codes' for quantized values": r"\bcodes?\b",
+    "'codes' for quantized values": r"\bcodes\b",
     "a noun clause as the subject": (
         r"(?:^|[.;:] )What(?:ever)? (?!to )[^.?|,]{3,60}? (?:is|are|has|have|was|were|gets?|takes?) (?![^.]*[?])"
     ),

@@ -245,14 +245,14 @@ def test_the_package_does_not_grow_unseen() -> None:
 
 
 MOST_PHRASES = {  # phrases to read twice (tests/plain_english.py): in README.md and docs, and in qtoolkit and csrc
-    "a pronoun for a noun": (34, 39),
-    "'behind' for 'after'": (95, 76),
-    "'codes' for quantized values": (421, 453),
-    "a noun clause as the subject": (17, 17),
-    "an inversion": (9, 2),
-    "history in a guide": (8, 17),
-    "a rare word": (8, 4),
-    "'whose' of a thing, twice": (1, 1),
+    "a pronoun for a noun": (0, 0),
+    "'behind' for 'after'": (0, 0),
+    "'codes' for quantized values": (21, 14),  # names of benchmarks, exit codes, bit patterns
+    "a noun clause as the subject": (0, 0),
+    "an inversion": (0, 0),
+    "history in a guide": (0, 0),
+    "a rare word": (0, 1),
+    "'whose' of a thing, twice": (0, 0),
 }
 
 
