@@ -384,7 +384,7 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
     names = ops_put_in(model)
     if names:
         warnings.warn(
-            f"export_onnx: {', '.join(map(repr, names))} was added to the model after quantization, and is float in the file; "
+            f"export_onnx: layers added to the model after quantization are float in the file: {', '.join(map(repr, names))}; "
             "make that change in the float model, and quantize it again.",
             stacklevel=4,  # the caller of export_onnx, whose decorator has a frame too
         )
