@@ -249,7 +249,7 @@ def _packed(weights: Sequence[StoredWeights], backend: Backend) -> Iterator[str]
     if packed and ONNXRUNTIME.runs(backend):
         yield (
             f"{packed} of {sum(each.count for each in weights)} weights: they are packed, two or more values per byte, from "
-            f"opset 21 on; with opset=18, the default, they are stored in 8 bits, and {backend.name} computes in integers"
+            f"opset 21 on; by default, and with opset=18, they are stored in 8 bits, and {backend.name} computes in integers"
         )
 
 
