@@ -282,7 +282,7 @@ def test_export_says_what_was_put_in(tmp_path: Path) -> None:
     x = torch.randn(2, 3, 4, 4)
     qt.calibrate(prepared, [x], progress=False)
     with pytest.warns(
-        UserWarning, match="export_onnx: 'fc' was added to the model after quantization, and is float in"
+        UserWarning, match="export_onnx: layers added to the model after quantization are float in the file: 'fc'"
     ):
         qt.export_onnx(prepared, x, tmp_path / "model.onnx")
 

@@ -82,8 +82,8 @@ def export_litert(
     point, weights int8 with per-output-channel scales, biases int32 at input scale times weight scale. Ops without an integer
     kernel compute in float; the result lists them, with the reason.
 
-    The file uses the NHWC layout: for inputs of four dimensions, and for outputs that are images. The result gives the layout
-    of each. The sizes are the sizes of the example inputs.
+    Inputs of four dimensions, and outputs that are images, are NHWC in the file; the result gives the layout of each. Sizes are
+    fixed to the sizes of the example inputs.
 
     Args:
         model: The result of `qtoolkit.prepare`, `qtoolkit.quant_modules.replace` or `qtoolkit.convert`. It is not changed.

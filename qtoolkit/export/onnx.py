@@ -248,7 +248,7 @@ def _packed(weights: Sequence[StoredWeights], backend: Backend) -> Iterator[str]
     if packed and ONNXRUNTIME.runs(backend):
         yield (
             f"{packed} of {sum(each.count for each in weights)} weights: they are packed, two or more values per byte, from "
-            f"opset 21 on; with opset=18, the default, they are stored in 8 bits, and {backend.name} computes in integers"
+            f"opset 21 on; by default, and with opset=18, they are stored in 8 bits, and {backend.name} computes in integers"
         )
 
 
@@ -383,7 +383,7 @@ def _warn_of_layers_put_in(model: nn.Module) -> None:
     names = ops_put_in(model)
     if names:
         warn(
-            f"export_onnx: {', '.join(map(repr, names))} was added to the model after quantization, and is float in the file; "
+            f"export_onnx: layers added to the model after quantization are float in the file: {', '.join(map(repr, names))}; "
             "make that change in the float model, and quantize it again.",
         )
 

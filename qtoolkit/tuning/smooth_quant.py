@@ -233,7 +233,7 @@ def _groups(
         if name in skip:
             skipped[name] = "skip names it"
         elif name not in uses.amax:
-            skipped[name] = "no batch reached it"
+            skipped[name] = "no batch reaches it"
         elif uses.others[name]:
             skipped[name] = f"{', '.join(uses.others[name])} also uses its output"
         elif not layers:

@@ -369,9 +369,9 @@ def test_pickles_of_code_are_never_run(tmp_path: Path, monkeypatch) -> None:
     for name in ("harmful.pt", "harmful.bin", "model.pt"):
         refused(Path(name), "does not hold only tensors .* Other pickles can execute arbitrary code and are not loaded")
     refused(Path("folder"), r"not a complete checkpoint of save_checkpoint. Its .metadata is a pickle")
-    refused(Path("model.pt"), r"alone \(it holds qtoolkit\.graph\.restore_graph_module\)")
+    refused(Path("model.pt"), r"only tensors \(it holds qtoolkit\.graph\.restore_graph_module\)")
     (tmp_path / "text.pt").write_text("no pickle")
-    refused(Path("text.pt"), r"alone \(torch\.load raises \w+Error\)")
+    refused(Path("text.pt"), r"only tensors \(torch\.load raises \w+Error\)")
     torch.save([1, 2], "numbers.pt")
     refused(Path("numbers.pt"), "it holds no state dict")
     assert not Path("harmed").exists()
@@ -385,9 +385,9 @@ def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
     for file, opened in ((tmp_path / "last.safetensors",) * 2, (data, tmp_path / "last")):
         content = file.read_bytes()
         file.write_bytes(content[: int(share * len(content))])
-        refused(opened, "complete safetensors file|bytes, and had|its files")
+        refused(opened, "complete safetensors file|bytes, but had|its files")
     data.unlink()
-    refused(tmp_path / "last", r"is missing, and had \d+ bytes when")
+    refused(tmp_path / "last", r"is missing, but had \d+ bytes when")
 
 
 def record_of(path: Path) -> dict[str, Any]:

@@ -273,7 +273,7 @@ class RuntimeCodes:
             begun = [name for name, count in self.layer_by_layer.items() if count.differing]
             lines.append(f"  layer by layer, from its own values: {self.layer_codes}; they begin at {_first(begun)}")
         lines += [f"  not compared: {', '.join(self.not_compared)}"] if self.not_compared else []
-        lines += [f"  not comparable because of NaN: {_first(self.nan)}"] if self.nan else []
+        lines += [f"  not compared (NaN): {_first(self.nan)}"] if self.nan else []
         if self.changed_by_reading:
             lines.append(f"  reading the quantized values changes the outputs by up to {self.changed_by_reading:.3g}")
         if self.output_error > OUTPUT_ERROR:

@@ -221,7 +221,7 @@ class Follower:
         return tuple(name for name, layer in layers if layer.has_active_kernel)
 
     def end_to_end(self, nodes: Nodes) -> Followed:
-        """Compare activations with a runtime's, each as computed by the model on its own. No difference counts as a tie."""
+        """Compare activations with a runtime's, each as computed by the model on its own. Differences never count as ties."""
         pairing, comparison = self._pairing(nodes, up_to_ties=False), _Comparison()
         grids = {name: grid for grid, name in self.names.items()}
         for name, calls in self.codes.items():

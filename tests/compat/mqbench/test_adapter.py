@@ -413,7 +413,7 @@ def test_imports_of_mqbench_after_install() -> None:
     [
         (
             "from mqbench.advanced_ptq import ptq_reconstruction",
-            "no 'ptq_reconstruction': qtoolkit.tuning.reconstruct(",
+            "'ptq_reconstruction' is missing: use qtoolkit.tuning.reconstruct(",
         ),
         ("from mqbench.utils.registry import register_model_quantizer", "pass qat_modules and fuse_patterns"),
         ("from mqbench.fake_quantize import LearnableFakeQuantize", "qtoolkit.QuantSpec(quantizer=...)"),

@@ -2,8 +2,8 @@
 
 x86 processors without VNNI (AMD before Zen 4, Intel before Cascade Lake) multiply uint8 by int8 with VPMADDUBSW, which adds two
 neighbouring products in 16 bits: 255 * 127 * 2 does not fit. Weights up to 64 do not overflow. Products of uint8 with uint8 do
-not overflow either, because they use other instructions. onnxruntime: docs/performance/model-optimizations/quantization.md,
-"When and why do I need to try U8U8?".
+not overflow either, because they use other instructions. Source: onnxruntime's
+docs/performance/model-optimizations/quantization.md, "When and why do I need to try U8U8?".
 """
 
 import functools
