@@ -43,8 +43,8 @@ class Backend:
             layer.
         roles: The role of each kind of op.
         conv_transpose_axis: The axis of a transposed convolution's weight that its scales run along.
-        grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups. If not, lint
-            reports them.
+        grouped_conv_transpose: Whether the target has integer kernels for transposed convolutions with groups. If not, they
+            stay in float without a rule for them, and lint reports quantized ones.
         residual_add: The inputs of an add that are quantized: "both", or "identity": all but the branch that ends in a
             layer, so that the target can fuse the add into the layer.
         shared_concat: Whether the inputs of a concat share one scale. If not, each input and the output have their own.

@@ -12,7 +12,7 @@ from qtoolkit.eager.unreached import leave_in_float, unreached_layers
 from qtoolkit.errors import check_known, shown, some, warn, with_article
 from qtoolkit.finite import check_finite
 from qtoolkit.foreign import refuse_foreign_quantizers
-from qtoolkit.graph.graph_module import QuantizedGraphModule, plan_in
+from qtoolkit.graph.graph_module import QuantizedGraphModule, compiled_once, plan_in
 from qtoolkit.graph.passes import freeze, integers
 from qtoolkit.graph.plan import Tracing
 from qtoolkit.model_state import deepcopy_model
@@ -92,12 +92,14 @@ def convert(
     check_known("arithmetic", arithmetic, ("float", "integer"))
     prepared = check_quantized(prepared, "convert")
     chosen = _runtime_for(prepared, arithmetic, runtime)
-    converted = in_reference_form(prepared) if state_dict is None else _restored(prepared, state_dict)
-    if chosen is not None and isinstance(converted, QuantizedGraphModule):
-        integers.run(converted, chosen)
+    with compiled_once():
+        converted = in_reference_form(prepared) if state_dict is None else _restored(prepared, state_dict)
+        if chosen is not None and isinstance(converted, QuantizedGraphModule):
+            integers.run(converted, chosen)
     return converted
 
 
+@compiled_once()
 def in_reference_form(prepared: M) -> M:
     """Return a copy of a model with quantizers in its reference form, as `convert` returns it without options."""
     _check_chains_and_branches(prepared)

@@ -107,15 +107,20 @@ class LayerRules:
         """Return the rule for a module of the float model, or for one without a name; as `find`."""
         return self.find(self.names.get(module, ("",)), type(module))
 
-    def decide(self, rule: Rule, float_type: type[nn.Module]) -> LayerDecision:
-        """Return how a layer of a type in the table is quantized, by the rule that holds for it."""
+    def decide(self, rule: Rule, layer: nn.Module) -> LayerDecision:
+        """Return how a layer, whose type is in the table, is quantized, by the rule that holds for it."""
         if rule.qconfig is None:
             return LayerDecision(None, rule.left)
+        float_type = type(layer)
         kind, output_axis = kind_of_type(self.table[float_type]), getattr(self.table[float_type], "OUTPUT_AXIS", 0)
         activation = rule.qconfig.activation
         if not (rule.is_explicit or float_type in self.custom or self._computes(kind)):
             how = "only moves values" if kind.moves else f"{self.backend.name} computes in float"
             return LayerDecision(None, Verdict.left_float(Cause.TARGET, f"{with_article(kind)}, which {how}"))
+        grouped = kind.transposed and getattr(layer, "groups", 1) > 1 and not rule.is_explicit
+        if grouped and not self.backend.grouped_conv_transpose:
+            why = f"{with_article(kind)} with groups, for which {self.backend.name} has no integer kernel"
+            return LayerDecision(None, Verdict.left_float(Cause.TARGET, why))
         weight = self.weight_spec(rule, kind, output_axis)
         if weight is None and (activation is None or kind.takes_indices):
             return LayerDecision(None, BY_CONFIG)

@@ -22,7 +22,7 @@ from qtoolkit.graph import passes
 from qtoolkit.graph.capture import exported, trace
 from qtoolkit.graph.capture.assignments import state_kept
 from qtoolkit.graph.capture.attributes import plain_attributes
-from qtoolkit.graph.graph_module import QuantizedGraphModule, names_of_own
+from qtoolkit.graph.graph_module import QuantizedGraphModule, compiled_once, names_of_own
 from qtoolkit.graph.nodes import object_type_of
 from qtoolkit.graph.passes.fuse_patterns import FusePatterns
 from qtoolkit.graph.plan import Plan, Tracing
@@ -147,15 +147,16 @@ def prepare(
             _values_of(own),
         )  # fmt: skip
         gm.plan = Plan(target, tracing=tracing, mapping=None if qconfig_mapping is None else qconfig_mapping.copy())
-        gm = passes.fuse_patterns.run(gm, patterns)
-        gm = passes.recognize.run(gm, rules)
-        rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
-        _warn_of_types(rules, gm, leaf_modules)
-        gm = _quantized(gm, rules, training_arithmetic, save)
-        store_weights_as(target.weight_codes, gm)
-        put_parametrizations(gm, parametrizations)
-        gm.set_kept()
-        gm.divide(traced.calls)
+        with compiled_once():
+            gm = passes.fuse_patterns.run(gm, patterns)
+            gm = passes.recognize.run(gm, rules)
+            rules.check_names(node.name for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
+            _warn_of_types(rules, gm, leaf_modules)
+            gm = _quantized(gm, rules, training_arithmetic, save)
+            store_weights_as(target.weight_codes, gm)
+            put_parametrizations(gm, parametrizations)
+            gm.set_kept()
+            gm.divide(traced.calls)
         _note(gm, model, example_inputs, {"training_arithmetic": training_arithmetic, "save": save, "untraced": untraced,
             "concrete_args": concrete_args, "leaf_modules": leaf_modules, "preserve_attributes": preserve_attributes,
             "qat_modules": qat_modules, "fuse_patterns": fuse_patterns, "capture": capture})  # fmt: skip

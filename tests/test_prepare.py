@@ -490,3 +490,17 @@ def test_what_forward_reads_from_its_keywords_must_be_in_the_example_inputs() ->
 
     with pytest.raises(ValueError, match=r"prepare: the model does not run on example_inputs \(KeyError: 'scale'\)"):
         qt.prepare(Keywords(), (torch.rand(2, 4),), backend="tensorrt10")
+
+
+def test_each_step_compiles_the_graph_once(monkeypatch) -> None:
+    """Tracing compiles it too, because it compares the graph with the model."""
+    compiled, recompile = [], fx.GraphModule.recompile
+    monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: compiled.append(self) or recompile(self))
+    x = torch.rand(2, 3, 8, 8)
+    prepared = qt.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()), x, backend="onnxruntime")
+    assert len(compiled) == 2
+    qt.calibrate(prepared, [x], progress=False)
+    for arithmetic in ("float", "integer"):
+        compiled.clear()
+        converted = qt.convert(prepared, arithmetic=arithmetic)
+        assert compiled == [converted]

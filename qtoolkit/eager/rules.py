@@ -36,7 +36,7 @@ def decide_layer(module: nn.Module, rules: LayerRules) -> LayerDecision:
         return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, _why_no_type(module, rules.table)))
     if "forward" in vars(module):
         return LayerDecision(None, PATCHED)
-    decision = rules.decide(rules.of_module(module), type(module))
+    decision = rules.decide(rules.of_module(module), module)
     return decision if decision.qconfig is None else LayerDecision(decision.qconfig, BY_REPLACEMENT)
 
 

@@ -16,6 +16,8 @@ from qtoolkit.errors import first_line, some, warn
 from qtoolkit.export.inputs import ExportSource, grids_of
 from qtoolkit.export.pairs.shaped_weights import ConstantWeight, weights_given
 from qtoolkit.graph.blocks import TracedBlock
+from qtoolkit.graph.graph_module import QuantizedGraphModule
+from qtoolkit.graph.passes import widen_squares
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import naming_misfits, split, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, removing
@@ -86,6 +88,8 @@ def _in_float16(source: ExportSource) -> tuple[ExportSource, list[str]]:
     _check_parameters(source)
     lost = _check_ranges(source)
     model = deepcopy_model(source.model, what=source.what).half()
+    for part in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
+        widen_squares.run(part)
     result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
     before: dict[str, float] = {}
     is_weight, run = (lambda grid: grid.of_weight and grid.quantizing), (lambda: before.update(_largest_values(source)))

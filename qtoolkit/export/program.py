@@ -1,10 +1,10 @@
 """export_program(): a model as a torch.export program, in the PT2E form that ExecuTorch's delegates expect."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, ExportSource, by_name
@@ -19,13 +19,20 @@ from qtoolkit.quantizers.frozen import DynamicActivation, Grid
 
 @dataclass(frozen=True)
 class Decomposed:
-    """A program, and the source that it was made from."""
+    """A captured graph in the decomposed form, with what it was made from."""
 
-    program: ExportedProgram  # the program
+    captured: fx.GraphModule  # the graph, in which constants are attributes
     converted: nn.Module  # the converted model
     args: tuple[object, ...]  # the positional arguments of forward
     kwargs: dict[str, object]  # the keyword arguments
+    dynamic_shapes: DynamicShapes | None
     quantizers: Quantizers  # the quantizers of its graph
+
+    @cached_property
+    def program(self) -> ExportedProgram:
+        """The graph as a program, which takes a second capture."""
+        with ONE_AT_A_TIME, torch.no_grad():
+            return capture(self.captured, self.args, self.kwargs, self.dynamic_shapes)
 
 
 def export_program(
@@ -64,6 +71,13 @@ def export_program(
     return decomposed(model, example_inputs, dynamic_shapes, "export_program").program
 
 
+def capture(
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], dynamic_shapes: DynamicShapes | None
+) -> ExportedProgram:
+    """Capture a model by `torch.export`, with the keyword arguments by name."""
+    return torch.export.export(by_name(model, kwargs), args, kwargs, dynamic_shapes=dynamic_shapes)
+
+
 def decomposed(model: nn.Module, example_inputs: object, dynamic_shapes: DynamicShapes | None, what: str) -> Decomposed:
     """Return a model in the decomposed form; errors begin with `what`, the public function."""
     source = ExportSource.of(model, example_inputs, what)
@@ -72,16 +86,12 @@ def decomposed(model: nn.Module, example_inputs: object, dynamic_shapes: Dynamic
         if reason := _reason(grid):
             raise ValueError(f"{what}: quantized_decomposed cannot express {name!r}, which has {reason}.")
     args, kwargs = call_arguments(converted, source.example_inputs, f"{what}: example_inputs do")
-
-    def capture(module: nn.Module) -> ExportedProgram:
-        return torch.export.export(by_name(module, kwargs), args, kwargs, dynamic_shapes=dynamic_shapes)
-
     misfits = naming_misfits(converted, source.example_inputs, f"{what}: example_inputs do")
     with misfits, ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
         with shaped_weights(converted, partial(converted, *args, **kwargs), what):
-            captured = capture(converted).module()
+            captured = capture(converted, args, kwargs, dynamic_shapes).module()
         quantizers = Decomposition(captured, names_of_weights(converted)).run()
-        return Decomposed(capture(captured), converted, args, kwargs, quantizers)
+        return Decomposed(captured, converted, args, kwargs, dynamic_shapes, quantizers)
 
 
 def _reason(grid: nn.Module) -> str:

@@ -150,11 +150,12 @@ class Decomposition:
         mean.args = (*mean.args[:2], True)
         (taker, *others) = mean.users
         quantized = taker.target is FAKE_QUANT and not others
+        mean.meta["val"] = (flattened := mean.meta["val"])[..., None, None]
         for end in [user for user in taker.users if user.args[1] == 0] if quantized else [mean]:
             users = list(end.users)
             with self.graph.inserting_after(end):
                 flat = self.graph.call_function(torch.ops.aten.flatten.using_ints, (end, 1))
-            flat.meta = dict(end.meta)
+            flat.meta, end.meta["val"] = {**end.meta, "val": flattened}, mean.meta["val"]
             for user in users:
                 user.replace_input_with(end, flat)
 

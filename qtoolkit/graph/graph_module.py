@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar, Self
 
 import torch
@@ -72,6 +74,25 @@ class Method:
         return Method.by_name, (self.function.__module__, self.function.__qualname__)
 
 
+_CHANGED: ContextVar["dict[QuantizedGraphModule, None] | None"] = ContextVar("changed", default=None)
+
+
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Compile the graphs that a block makes or changes once each, at its end: the block calls none of these models."""
+    if _CHANGED.get() is not None:  # inside of another block
+        yield
+        return
+    changed: dict[QuantizedGraphModule, None] = {}
+    token = _CHANGED.set(changed)
+    try:
+        yield
+    finally:
+        _CHANGED.reset(token)
+    for gm in changed:
+        gm.recompile()
+
+
 class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
     """The type of models that `qtoolkit.prepare` and `qtoolkit.convert` return.
 
@@ -127,9 +148,14 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         result.register_load_state_dict_post_hook(update_ranges)  # type: ignore[no-untyped-call]
         return result
 
-    def recompile(self) -> PythonCode:
+    def recompile(self) -> PythonCode | None:  # type: ignore[override]  # None in a block of `compiled_once`
         """Compile the graph, and the parts of it that the blocks run."""
+        changed = _CHANGED.get()
+        if changed is not None:
+            changed[self] = None
+            return None
         code = super().recompile()
+        del type(self).__call__  # torch.fx's prints a traceback of its own for each error, caught or not
         type(self)._traced_forward = type(self).forward
         # `vars`: torch's constructor calls this before the fields are set, and Module.__getattr__ would raise.
         self.divide(vars(self).get("calls", ()))
@@ -140,6 +166,10 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         self.calls = calls
         self.products = {node.name: Product(len(node.args)) for node in self.graph.nodes if is_product_call(node)}
         self.link_sources()
+        changed = _CHANGED.get()
+        if changed is not None:
+            changed[self] = None
+            return
         forward = compile_forward(self, calls, self.ops_in_training(), type(self)._traced_forward)
         types = () if self._plan is None else self._plan.tracing.output_types
         type(self).forward = returning(forward, types)

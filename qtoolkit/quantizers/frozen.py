@@ -132,13 +132,12 @@ class Grid(Quantizer):
         Raises:
             ValueError: The format has no integers.
         """
-        spec = self.spec
+        spec, x = self.spec, x if self.shape is None else self.shape(x)
         if spec.element in LARGEST:
             return float_codes(spec, x, self.scale, self.group)
         if spec.format != "int":
             raise ValueError(f"Grid.codes: format={spec.format!r} has no integers; call the grid for its values.")
         grid = (spec.qmin, spec.qmax, spec.axis, self.group, spec.block_size)
-        x = x if self.shape is None else self.shape(x)
         return ops.quantize(x, self.scale, self.zero_point, *grid, code_dtype(spec.qmin, spec.qmax))
 
     def values(self, codes: Tensor) -> Tensor:

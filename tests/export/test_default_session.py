@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -160,6 +161,19 @@ def test_the_result_says_that_onnxruntime_runs_a_file_without_optimizations_alon
     assert "onnxruntime without graph optimizations (ORT_DISABLE_ALL); not in its default session" in str(result)
     with pytest.raises(Exception, match="ONNXRuntimeError"):
         in_default_session(result.path, X)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_a_file_in_float16_with_8_bit_floats_is_verified(tmp_path, format: str) -> None:
+    """onnxruntime has no kernels for its quantizers, which TensorRT has."""
+    model = of_floats("tensorrt", format)
+    result = qt.export_onnx(model, X, tmp_path / "m.onnx")
+    assert result.verification.quantizer_codes.compared > 0
+    assert (result.verification.weight_codes.differing, result.verification.quantizer_codes.differing) == (0, 0)
+    graph = onnx.load(result.path).graph
+    types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer}
+    quantizers = [node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert {types[node.input[2]] for node in quantizers} == {{"e4m3": "FLOAT8E4M3FN", "e5m2": "FLOAT8E5M2"}[format]}
 
 
 def test_a_file_for_onnxruntime_that_it_does_not_run_is_an_error(tmp_path, monkeypatch) -> None:

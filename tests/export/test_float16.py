@@ -600,3 +600,41 @@ def test_onnxruntime_divides_in_float32_and_the_reference_in_float16() -> None:
     (others,) = ReferenceEvaluator(model).run(None, {"x": x})
     assert 0 < (others != ours).sum() < 2000
     assert np.abs(others.astype(int) - ours).max() == 1
+
+
+# ---- squares
+
+
+class HandwrittenNorm(nn.Module):
+    """A root mean square norm between layers, in one of the forms in which it is written."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 16), norm, nn.Linear(16, 4)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)) * self.weight)
+
+
+NORMS = {
+    "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "sqrt": lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6),
+    "sum": lambda x: x * (torch.square(x).sum(-1, keepdim=True) / 16 + 1e-6).rsqrt(),
+    "in float32": lambda x: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x),
+    "centered": lambda x: (x - x.mean(-1, True)) * ((x - x.mean(-1, True)) ** 2).mean(-1, True).add(1e-6).rsqrt(),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_squares_of_a_norm_written_by_hand_do_not_overflow(tmp_path: Path, norm: str) -> None:
+    x = 1000 * torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    prepared = qt.prepare(HandwrittenNorm(NORMS[norm]).eval(), x, backend="tensorrt")
+    qt.calibrate(prepared, [x], progress=False)
+    model = qt.convert(prepared)
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(str(result.path))
+    y = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    wanted = model(x).detach()
+    assert (y - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert not qt.export.lint(result.path, "tensorrt")

@@ -96,6 +96,17 @@ def test_a_file_computes_all_in_integers(tmp_path) -> None:
     assert [*found.check()] == [*BOTH]
 
 
+def test_the_model_is_captured_once(tmp_path, monkeypatch) -> None:
+    captured, export = [], torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda *args, **kwargs: captured.append(args) or export(*args, **kwargs)
+    )
+    export_litert(
+        prepared(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), MORE), MORE, tmp_path / "m.tflite", verify=False
+    )
+    assert len(captured) == 1
+
+
 def test_the_delegate_computes_the_codes_of_xnnpacks_arithmetic(tmp_path) -> None:
     """The pool alone differs: it rounds halves away from code zero."""
     model = prepared(

@@ -277,7 +277,9 @@ def test_what_the_form_cannot_hold_is_refused(reason: str) -> None:
 
 
 def test_scales_of_groups_of_a_transposed_convolution_are_refused() -> None:
-    model = converted(nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2)))
+    qconfig = qt.QConfig(activation=qt.backends["xnnpack"].qconfig.activation, weight=qt.QuantSpec(bits=8, axis=1))
+    mapping = qt.QConfigMapping().set_module_name("0", qconfig)
+    model = converted(nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2)), mapping=mapping)
     with pytest.raises(ValueError, match="6 scales along the output channels of 2 groups .* axis=None"):
         qt.export.export_program(model, X)
 

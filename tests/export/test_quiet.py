@@ -39,6 +39,38 @@ def test_an_export_is_quiet(tmp_path, caplog, capfd, integer_weights: bool) -> N
     assert capfd.readouterr().out == ""
 
 
+class Masked(nn.Module):
+    """Attention scores with a number that float16 does not have, and that becomes an infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        seen = torch.ones(5, 5, dtype=torch.bool).tril()
+        return self.last(torch.where(seen, scores, -1e9).softmax(-1))
+
+
+def test_a_mask_in_float16_raises_no_warning_of_numpy(tmp_path) -> None:
+    x = torch.randn(2, 5, 8)
+    prepared = qt.prepare(Masked().eval(), x, backend="tensorrt")
+    qt.calibrate(prepared, [x], progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        qt.export_onnx(prepared, x, tmp_path / "m.onnx")
+
+
+def test_an_input_that_does_not_fit_prints_no_traceback_of_torch(capfd) -> None:
+    x = torch.randn(2, 5, 8)
+    prepared = qt.prepare(Masked().eval(), x, backend="tensorrt")
+    qt.calibrate(prepared, [x], progress=False)
+    for model in (prepared, qt.convert(prepared)):
+        with pytest.raises((ValueError, RuntimeError)):
+            model(x[..., :7])
+    assert "FX-traced" not in capfd.readouterr().err
+
+
 class Recurrent(nn.Module):
     """One of torch.export's warnings is about an attribute of torch's own."""
 

@@ -193,7 +193,13 @@ def test_two_quantizers_on_one_tensor() -> None:
 
 
 def test_transposed_convolutions_with_groups() -> None:
-    assert "no integer kernel" in rules(qt.prepare(nets.ConvNet(), backend="tensorrt8"))["up"]
+    prepared = qt.prepare(nets.ConvNet(), backend="tensorrt8")
+    line = next(line for line in qt.quantization_report(prepared).layers if line.name == "up")
+    assert line.reason == "float: a conv_transpose with groups, for which tensorrt8 has no integer kernel"
+    assert rules(prepared) == {}
+    explicit = qt.QConfigMapping().set_module_name("up", qt.backends["tensorrt8"].qconfig)
+    asked = qt.prepare(nets.ConvNet(), backend="tensorrt8", qconfig_mapping=explicit)
+    assert "no integer kernel" in rules(asked)["up"]
     assert rules(qt.prepare(nets.ConvNet(), backend="tensorrt")) == {}
 
 

@@ -15,6 +15,7 @@ LOGGED: Mapping[str, tuple[str, ...]] = {
 }
 # Messages of torch: two axes that must be equally long get one name; its recurrent layers list their weights again.
 WARNED = r"# The axis name: .* will not be used|The tensor attributes self\..*\b_flat_weights"
+INFINITE = "overflow encountered in cast"  # of numpy, where a constant such as -1e9 is an infinity in float16
 
 
 @contextmanager
@@ -22,6 +23,7 @@ def without_noise() -> Iterator[None]:
     """Drop these messages for the duration of a `with` block, and no others."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", WARNED, UserWarning)
+        warnings.filterwarnings("ignore", INFINITE, RuntimeWarning)
         for name, beginnings in LOGGED.items():
             stack.enter_context(_dropped(logging.getLogger(name), beginnings))
         yield

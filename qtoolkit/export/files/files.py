@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 KEPT_INSIDE = 1 << 16  # bytes of a tensor above which verification hands it to onnxruntime apart from the model
+SMALL_FLOATS = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 LARGEST_FILE = 2_000_000_000  # bytes of weights; a protocol buffer holds less than 2^31 bytes
 
 
@@ -203,6 +204,8 @@ class OpenedFile:
         opened.CopyFrom(self.proto)
         shown = {o.name for o in opened.graph.output} | {i.name for i in opened.graph.input}
         opened.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in shown)
+        del opened.graph.value_info[:]  # of codes that get another type here
+        _compute_in_float32(opened.graph)
         _widen(opened.graph, names)
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -254,7 +257,7 @@ def _take_out_weights(model: onnx.ModelProto) -> dict[str, Array]:
 def _widen(graph: onnx.GraphProto, names: Sequence[str]) -> None:
     """Cast quantized values of types that numpy lacks to a type that it has, under the same names."""
     wide = {TensorProto.INT4: TensorProto.INT8, TensorProto.UINT4: TensorProto.UINT8}
-    wide |= dict.fromkeys((TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2), TensorProto.FLOAT)
+    wide |= dict.fromkeys(SMALL_FLOATS, TensorProto.FLOAT)
     dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in list(graph.node):
         dtype = wide.get(dtypes.get(_zero_point(node), 0)) if node.op_type == "QuantizeLinear" else None
@@ -266,10 +269,33 @@ def _widen(graph: onnx.GraphProto, names: Sequence[str]) -> None:
             graph.node.append(helper.make_node("Cast", [f"{name}.narrow"], [name], to=dtype))
 
 
+def _compute_in_float32(graph: onnx.GraphProto) -> None:
+    """Put Casts around quantizers of fp8 in float16, for which onnxruntime has no kernels: they compute the same in float32.
+
+    onnxruntime removes pairs of Casts, also without optimizations, so that an Identity keeps a tensor in float16.
+    """
+    dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    nodes = list(graph.node)
+    del graph.node[:]
+    for node in nodes:
+        narrow = dtypes.get(_zero_point(node)) in SMALL_FLOATS and dtypes.get(node.input[1]) == TensorProto.FLOAT16
+        quantizes, name = node.op_type == "QuantizeLinear", node.output[0] if node.output else ""
+        for place in ((0, 1) if quantizes else (1,)) if narrow else ():
+            kept, wide = (f"{name}.input{place}.{dtype}" for dtype in ("float16", "float32"))
+            graph.node.append(helper.make_node("Identity", [node.input[place]], [kept]))
+            graph.node.append(helper.make_node("Cast", [kept], [wide], to=TensorProto.FLOAT))
+            node.input[place] = wide
+        if narrow and not quantizes:
+            node.output[0] = f"{name}.float32"
+        graph.node.append(node)
+        if narrow and not quantizes:
+            graph.node.append(helper.make_node("Cast", [f"{name}.float32"], [name], to=TensorProto.FLOAT16))
+
+
 def _small_floats(graph: onnx.GraphProto) -> dict[str, np.dtype[Any]]:
     """Return the output type of each QuantizeLinear in a small float format, by the name of its output."""
-    kinds = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
-    dtypes = {t.name: helper.tensor_dtype_to_np_dtype(t.data_type) for t in graph.initializer if t.data_type in kinds}
+    small = (tensor for tensor in graph.initializer if tensor.data_type in SMALL_FLOATS)
+    dtypes = {tensor.name: helper.tensor_dtype_to_np_dtype(tensor.data_type) for tensor in small}
     quantizers = (node for node in graph.node if node.op_type == "QuantizeLinear")
     return {node.output[0]: dtypes[_zero_point(node)] for node in quantizers if _zero_point(node) in dtypes}
 

@@ -8,6 +8,7 @@
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class Lowering:
     """
 
     def __init__(self, found: Decomposed, io_type: str) -> None:
-        self.program = found.program
+        self.captured = found.captured
         self.io_type = io_type
         self.file = FileBuilder()
         self.ops = decomposed_ops()
@@ -56,7 +57,7 @@ class Lowering:
         self.quantizers: list[tuple[str, int, tuple[int, ...]]] = []
         self.weights: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []
         self.stored = found.quantizers.stored
-        nodes = (node for node in self.program.graph.nodes if self._is_quantize(node))
+        nodes = (node for node in self.captured.graph.nodes if self._is_quantize(node))
         self.names = dict(zip(nodes, found.quantizers.activations, strict=True))
         self.inputs: dict[str, TensorInFile] = {}
         self.outputs: dict[str, TensorInFile] = {}
@@ -64,14 +65,10 @@ class Lowering:
 
     def run(self, description: str) -> bytes:
         """Lower the graph; return the bytes of the file."""
-        nodes = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
-        for spec in self.program.graph_signature.input_specs:
-            if spec.target is not None:
-                state = self.program.state_dict
-                stored = state[spec.target] if spec.target in state else self.program.constants[spec.target]
-                self.constants[nodes[spec.arg.name]] = stored.detach()
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder" and node not in self.constants:
+        for node in self.captured.graph.find_nodes(op="get_attr"):
+            self.constants[node] = attrgetter(str(node.target))(self.captured).detach()
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder":
                 self.inputs[node.name] = self.values[node] = self._input(node)
             elif node.op == "call_function" and node not in self.values:
                 self._lower(node)
@@ -122,7 +119,7 @@ class Lowering:
         return TensorInFile(tensor, shape, order, scales)
 
     def _outputs(self) -> dict[str, TensorInFile]:
-        (output,) = (node for node in self.program.graph.nodes if node.op == "output")
+        (output,) = self.captured.graph.find_nodes(op="output")
         found = {}
         for i, node in enumerate(output.args[0]):
             value = self.values.get(node)

@@ -52,7 +52,7 @@ def _decide(module: nn.Module, where: str, rules: LayerRules) -> LayerDecision:
     if type(module) not in rules.table:
         why = f"{where}, where only layers with weights are quantized"
         return LayerDecision(None, Verdict.left_float(Cause.NO_QAT_TYPE, why))
-    decision = rules.decide(rules.of_module(module), type(module))
+    decision = rules.decide(rules.of_module(module), module)
     if decision.qconfig is None or decision.qconfig.weight is None:
         return LayerDecision(None, decision.verdict if decision.qconfig is None else BY_CONFIG)
     return LayerDecision(decision.qconfig, quantized)

@@ -65,7 +65,7 @@ def _verdict_on_layer(node: fx.Node, rules: LayerRules) -> Verdict:
         return Verdict.quantized()
     if type(module) not in rules.table:
         return Verdict.left_float(Cause.NO_QAT_TYPE, "no QAT module for its type")
-    decision = rules.decide(rule_of_node(node, rules), type(module))
+    decision = rules.decide(rule_of_node(node, rules), module)
     return BY_CONFIG if decision.qconfig is not None else decision.verdict
 
 

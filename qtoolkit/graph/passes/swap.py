@@ -21,7 +21,7 @@ def run(gm: QuantizedGraphModule, rules: LayerRules) -> QuantizedGraphModule:
         module = called_module(node)
         if module is None or type(module) not in rules.table:
             continue
-        qconfig = rules.decide(rule_of_node(node, rules), type(module)).qconfig
+        qconfig = rules.decide(rule_of_node(node, rules), module).qconfig
         if qconfig is not None and qconfig.weight is not None:
             name = str(node.target)
             new = from_float(module, rules.table[type(module)], qconfig.weight, qconfig.activation, name)
