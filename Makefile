@@ -1,6 +1,7 @@
 # Thin: each target is the command that one would type. A second torch: make second.
 VENV ?= .venv
 FRAMEWORKS = $(VENV)-frameworks
+# Not torch 2.15.0 and torchvision 0.29.2: the configuration of pip on CI's machines allows these versions and no newer ones.
 TORCH ?= torch==2.14.1
 ZOO ?= torchvision==0.29.1 -r requirements-zoo.txt
 PYTHON ?= python3

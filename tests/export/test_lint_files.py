@@ -1,6 +1,7 @@
 """lint on files: each rule's violation in a file made for it, nothing in files that keep the rules, and bad input."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -516,27 +517,32 @@ WRONG = [case for case in BROKEN if case.startswith("edge-windows-")]
 IN_FLOAT = [case for case in BROKEN if "-onnxruntime-" in case and case not in WRONG]
 
 
-@pytest.mark.parametrize("case", IN_FLOAT)
-def test_onnxruntime_does_not_compute_it_in_integers(case: str, tmp_path) -> None:
+def stays_in_float(path: str, folder: Path, kinds: Sequence[str] = ("Add", "Conv", "MatMul")) -> bool:
+    """Return whether onnxruntime has fewer integer kernels for a file than the file has layers, or does not run it."""
     onnxruntime = pytest.importorskip("onnxruntime")
-    build, where, _ = BROKEN[case]
     options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.log_severity_level = 4
-    path = build().save(tmp_path)
     try:
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         session.run(None, {each.name: np.ones(each.shape, np.float32) for each in session.get_inputs()})
     except Exception:  # onnxruntime's errors have no base class of their own
-        return
+        return True
     ops = [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
     fused = [op for op in ops if op.startswith("QLinear") or op in ("QGemm", "MatMulIntegerToFloat")]
-    layers = [node.op_type for node in onnx.load(path).graph.node if node.op_type in ("Add", "Conv", "MatMul")]
-    assert len(fused) < len(layers), (where, ops)
+    layers = [op for op in (node.op_type for node in onnx.load(path).graph.node) if op in kinds]
+    return len(fused) < len(layers)
+
+
+@pytest.mark.parametrize("case", IN_FLOAT)
+def test_onnxruntime_does_not_compute_it_in_integers(case: str, tmp_path) -> None:
+    build, where, _ = BROKEN[case]
+    assert stays_in_float(build().save(tmp_path), tmp_path), where
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_onnxruntime_computes_it_in_integers_with_other_values(case: str, tmp_path) -> None:
+    """Or in float, as onnxruntime 1.32 does for a Pad in front of a pool, of which earlier ones make one integer kernel."""
     onnxruntime = pytest.importorskip("onnxruntime")
     path, plain = BROKEN[case][0]().save(tmp_path), onnxruntime.SessionOptions()
     plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -545,7 +551,8 @@ def test_onnxruntime_computes_it_in_integers_with_other_values(case: str, tmp_pa
         session.run(None, {each.name: 6 * np.ones(each.shape, np.float32) for each in session.get_inputs()})[0]
         for session in sessions
     )
-    assert np.abs(one - other).max() > 0.06  # more than a step
+    differs = np.abs(one - other).max() > 0.06  # more than a step
+    assert differs or ("padding_in_front" in case and stays_in_float(path, tmp_path, ("AveragePool", "Conv")))
 
 
 OWN = {

@@ -24,7 +24,7 @@ OF_EACH_KIND = ("resnet10t", "regnetx_002", "hrnet_w18_small", "efficientnet_lit
 # And these in each opset: residuals, Hardswish and gates, concats, SiLU.
 IN_EACH_OPSET = ("resnet10t", "lcnet_050", "selecsls42", "test_efficientnet")
 SMALL = ("resnet10t", "test_efficientnet")  # the others take seconds
-OPSETS = (13, 17, 21, 26)  # onnxruntime 1.30 runs files up to 26
+OPSETS = (13, 17, 21, 26)  # onnxruntime 1.30 runs files up to 26, and 1.32 up to 28
 
 
 def marks(name: str, default: tuple[str, ...]) -> tuple[pytest.MarkDecorator, ...]:

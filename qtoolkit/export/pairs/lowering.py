@@ -13,7 +13,7 @@ from qtoolkit.export.pairs.storage import POWERS_OPSET, SUMS, code_array, exact_
 from qtoolkit.runtimes.execution import Array
 
 HALF_OPSET = 19  # the first whose QuantizeLinear takes float16 and bfloat16
-MIXED_OPSET = 23  # the first whose nodes take a scale of another type than their input's
+MIXED_OPSET = 23  # the first whose nodes take a scale of another type than their input's, and a type to divide in
 
 
 def lower(model: onnx_ir.Model, opset: int, integer_weights: bool) -> None:
@@ -56,7 +56,9 @@ class _Lowering(PairForm[onnx_ir.Value]):
         mixed = scale.dtype != arithmetic
         if constant is None:
             x = self.x if arithmetic == self.dtype else self.node_of("Cast", self.x, to=arithmetic)
-            codes = self.codes(x, grid, {"precision": DataType.FLOAT} if mixed else {})
+            # From this opset on, the division is in the scale's type by default; quantizers divide in float32.
+            divides = mixed or (arithmetic != DataType.FLOAT and self.opset >= MIXED_OPSET)
+            codes = self.codes(x, grid, {"precision": DataType.FLOAT} if divides else {})
         else:
             codes = self._stored(constant)
         y = self.values(codes, grid, {"output_dtype": arithmetic} if mixed else {})
