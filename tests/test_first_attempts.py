@@ -639,11 +639,11 @@ def test_the_first_steps_of_a_training_find_the_ranges_if_asked(kind: str) -> No
 
 def test_mqbench_s_advanced_ptq_leads_to_reconstruct() -> None:
     with pytest.raises(
-        ImportError, match=r"no 'ptq_reconstruction': qtoolkit\.tuning\.reconstruct\(prepared, batches\)"
+        ImportError, match=r"'ptq_reconstruction' is missing: use qtoolkit\.tuning\.reconstruct\(prepared, batches\)"
     ):
         from qtoolkit.compat.mqbench.advanced_ptq import ptq_reconstruction  # noqa: F401
     with pytest.raises(
-        ImportError, match=r"no 'ptq_reconstruction': qtoolkit\.tuning\.reconstruct\(prepared, batches\)"
+        ImportError, match=r"'ptq_reconstruction' is missing: use qtoolkit\.tuning\.reconstruct\(prepared, batches\)"
     ):
         mqbench.advanced_ptq.ptq_reconstruction  # noqa: B018
 

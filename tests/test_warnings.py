@@ -121,7 +121,7 @@ def test_export(tmp_path: Path) -> None:
     def call() -> None:
         qt.export_onnx(model, X, tmp_path / "model.onnx")
 
-    assert lines_of(call, "came into the model after")[0].startswith("qt.export_onnx(")
+    assert lines_of(call, "layers added to the model after")[0].startswith("qt.export_onnx(")
 
 
 @pytest.mark.filterwarnings("ignore:layer")

@@ -42,6 +42,7 @@ def lost_kernels(model: nn.Module) -> tuple[str, ...]:
             whose input a config leaves in float are not counted.
 
     Example:
+        >>> import warnings
         >>> mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(bits=16), qt.QuantSpec()))
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
         >>> with warnings.catch_warnings(action="ignore"):

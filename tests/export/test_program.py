@@ -272,7 +272,7 @@ def test_errors_of_what_it_shares_with_export_onnx_name_it() -> None:
 def test_what_the_form_cannot_hold_is_refused(reason: str) -> None:
     qconfig = qt.QConfig(activation=qt.QuantSpec(bits=8), weight=REFUSED[reason])
     model = converted(nn.Sequential(nn.Linear(4, 3)), X[0, 0, :, :4], mapping=qt.QConfigMapping().set_global(qconfig))
-    with pytest.raises(ValueError, match=f"cannot hold '0.weight_quantizer', which has {reason}"):
+    with pytest.raises(ValueError, match=f"cannot express '0.weight_quantizer', which has {reason}"):
         qt.export.export_program(model, X[0, 0, :, :4])
 
 

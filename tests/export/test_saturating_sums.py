@@ -230,7 +230,7 @@ def saturating(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("saturating")
 def test_an_int8_file_has_a_verdict_of_its_own(tmp_path) -> None:
     with pytest.warns(
-        UserWarning, match=r"m.onnx' has int8 codes at 0.weight_quantizer, .*saturate.* weight_codes='uint8'"
+        UserWarning, match=r"m.onnx' has int8 weights at 0.weight_quantizer, .*saturate.* weight_codes='uint8'"
     ):
         path, model = written(tmp_path, weight_codes="int8")
     found = qt.export.verify(model, IMAGES, path).runtimes["onnxruntime"]

@@ -499,7 +499,7 @@ def test_layers_whose_weights_are_computed_are_named() -> None:
     torch.nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
     torch.nn.utils.parametrizations.weight_norm(model[1])
     torch.nn.utils.spectral_norm(model[2])
-    with pytest.warns(UserWarning, match=r"the weights of '0', '1', '2' are computed from others"):
+    with pytest.warns(UserWarning, match=r"the weights of '0', '1', '2' are computed from other tensors"):
         search = MixedPrecision(
             model, torch.randn(2, 8), {"w8": qt.QConfig(None, qt.QuantSpec())}, backend="tensorrt10"
         )
