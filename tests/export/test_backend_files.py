@@ -386,7 +386,7 @@ def test_nothing_is_written_then(backend: str, activation: qt.QuantSpec, message
 def test_weights_whose_scales_the_target_would_not_find_are_named(tmp_path) -> None:
     prepared = prepared_for("tensorrt10")
     prepared.get_submodule("fc.weight_quantizer").amax = torch.full((5,), 7.0)
-    with pytest.warns(UserWarning, match=r"differ from the trained scales for 1 weights: fc\.weight"):
+    with pytest.warns(UserWarning, match=r"For 1 weights they differ from the trained scales: fc\.weight"):
         written(prepared, "tensorrt10", tmp_path)
 
 
