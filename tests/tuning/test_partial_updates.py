@@ -308,7 +308,7 @@ def test_what_is_trained_whole_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"share": 1.5}, ValueError, "share must lie in \[0, 1\], got 1.5"),
+        ({"share": 1.5}, ValueError, r"share must lie in \[0, 1\], got 1.5"),
         ({"share": "a"}, TypeError, "share must be a number from 0 to 1, got 'a'"),
         ({"share": {"stam": 0.5}}, ValueError, "unknown module 'stam'; did you mean 'stem'"),
         ({"share": 1}, ValueError, "no layer can be trained in part"),
