@@ -48,7 +48,8 @@ class Writer:
         return self.graph
 
     def _write_node(self, node: fx.Node) -> None:
-        mode, run = self.division.of_eval_mode.get(node), OpOfEvalMode(node).run
+        mode = self.division.of_eval_mode.get(node)
+        run: Callable[..., object] = OpOfEvalMode(node).run
         if mode is None and node.op == "call_module":
             mode, run = self.division.of_training_mode.get(node), call_of_training_mode
         if mode is None:
