@@ -183,7 +183,8 @@ def lines_of(figures: Figures) -> list[str]:
     failed = [f"{name} raises an error for {', '.join(of)}" for name, of in figures.failed_on_gpu.items()]
     return [
         "**Accuracy.** W8A8 has 8-bit weights and activations, W4A4 has 4-bit ones (first and last layer: 8 bits). The "
-        "difference from the float model is in brackets; a dash means not measured.",
+        "difference from the float model is in brackets; a dash means not measured. The float model beside one epoch of QAT is "
+        "trained for one epoch more, too.",
         "",
         *markdown_lines(
             ("network, data", "method", "float", *BITS),

@@ -52,6 +52,28 @@ def test_each_way_of_storing_weights_is_described(tmp_path, backend, bits, optio
     assert str(expected) in str(result)
 
 
+class Masked(nn.Module):
+    """Two linear layers with a mask between them, which the file stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("mask", torch.arange(8) % 2 == 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(torch.where(self.mask, x, -x))
+
+
+def test_a_stored_mask_is_not_a_weight(tmp_path) -> None:
+    prepared = qt.prepare(Masked().eval(), X, "onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    result = qt.export_onnx(qt.convert(prepared), X, tmp_path / "m.onnx", verify=False, progress=False)
+    (mask,) = (t for t in onnx.load(str(result.path)).graph.initializer if t.data_type == onnx.TensorProto.BOOL)
+    assert list(mask.dims) == [8]
+    assert [(weights.count, weights.dtype) for weights in result.weights] == [(2, "UINT8")]
+
+
 def test_the_arguments_that_are_named_do_what_they_say(tmp_path) -> None:
     before = result_of(tmp_path, "tensorrt10", 4).weights[0]
     assert before.smaller_by == "integer_weights=True, opset=21"

@@ -92,9 +92,12 @@ def _of(constant: "onnx_ir.Value", grid: Grid, opset: int) -> StoredWeights:
 
 
 def _constant_behind(value: "onnx_ir.Value | None") -> "onnx_ir.Value | None":
-    """Return the stored tensor from which nodes compute a value; None if it depends on inputs of the file."""
+    """Return the stored tensor from which nodes compute a value; None if it depends on inputs of the file.
+
+    A Where reads its condition first, which can be stored, such as a mask: it is no weight.
+    """
     while value is not None and (node := value.producer()) is not None:
-        value = node.inputs[0] if node.inputs else None
+        value = node.inputs[0] if node.inputs and node.op_type != "Where" else None
     return value if value is not None and value.is_initializer() else None
 
 
