@@ -141,7 +141,9 @@ def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
     prepared = qt.prepare(model, backend=backend)
     in_float = {line.name for line in qt.quantization_report(prepared).left_float}
     norms = [name for name, m in prepared.named_modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(norms) == (0 if qt.backends[backend].grouped_conv_transpose else 1)  # after the layer that stays in float
+    assert len(norms) == (
+        0 if qt.backends[backend].grouped_conv_transpose else 1
+    )  # after the layer that stays in float
     assert in_float.issuperset(norms)
     x = torch.randn(SHAPE)
     with qt.disable_quantization(prepared):

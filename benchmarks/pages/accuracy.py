@@ -273,6 +273,7 @@ def _tables_of_the_page(lines: Sequence[Sequence[Row]]) -> Iterator[str]:
 def _by_bits(lines: Sequence[Sequence[Row]], floats: Mapping[int, float]) -> list[str]:
     """Return a table with a column for each number of bits."""
     columns = sorted({line[0].training.bits for line in lines if line[0].training.subject != FLOAT}, reverse=True)
+    columns = columns or [FLOAT_BITS]
     found = {(_name(line[0].training), line[0].training.bits): line for line in lines}
     cells = []
     for name in dict.fromkeys(_name(line[0].training) for line in sorted(lines, key=lambda of: _order(of[0].training))):

@@ -131,6 +131,7 @@ def files_of_litert(subject: Subject, folder: Path) -> Files:
 
 def quantize_static(source: Path, target: Path, batches: Sequence[Tensor], **options: Any) -> None:
     """Quantize a float file by onnxruntime's own tool, after the preparation that it asks for; options are the tool's."""
+    import onnx
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -142,8 +143,9 @@ def quantize_static(source: Path, target: Path, batches: Sequence[Tensor], **opt
             batch = next(self.batches, None)
             return None if batch is None else {name: batch.numpy()}
 
-    prepared = target.with_suffix(".prepared.onnx")
-    quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+    whole, prepared = target.with_suffix(".whole.onnx"), target.with_suffix(".prepared.onnx")
+    onnx.save(onnx.load(source), whole)  # the tool links to weights in a second file, which onnx 1.23.2 refuses to read
+    quant_pre_process(str(whole), str(prepared), skip_symbolic_shape=True)
     (name,) = (value.name for value in onnxruntime_session(prepared, 1).get_inputs())
     types = {"activation_type": quantization.QuantType.QUInt8, "weight_type": quantization.QuantType.QInt8}
     quantization.quantize_static(str(prepared), str(target), Reader(), per_channel=True, **{**types, **options})

@@ -346,7 +346,7 @@ def test_a_padded_tensor_has_the_grid_of_its_source(tmp_path) -> None:
 AFFINE, SIGNED = qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec()
 ONE, CHANNELS = Encoding("x", (0.5,), (0,), -128, 127), Encoding("x", (0.5, 0.3), (0, 0), -128, 127, axis=1)
 REFUSED = {
-    "tensorrt-4-bits": ("tensorrt10", replace(ONE, qmin=-8, qmax=7), "codes of 8 bits, got 4"),
+    "tensorrt-4-bits": ("tensorrt10", replace(ONE, qmin=-8, qmax=7), "supports 8 bits, got 4"),
     "tensorrt-channels": ("tensorrt10", CHANNELS, "per-tensor scales for activations"),
     "tengine-signed": ("tengine", ONE, "unsigned integers with a zero point"),
     "vitis-scale": ("vitis", replace(ONE, scale=(0.3,)), "power-of-two scales, got 0.3"),

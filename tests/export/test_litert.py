@@ -212,8 +212,8 @@ def test_what_stays_float_is_listed_with_the_reason(tmp_path) -> None:
     assert reasons == {
         "slopes": "LiteRT has no integer kernel for prelu",
         "hardsigmoid": "LiteRT has no integer kernel for hardsigmoid",
-        "mul": "its output is not quantized, or not for all users",
-        "add": "its input mul is not quantized",
+        "mul_1": "its output is not quantized, or not for all users",
+        "add": "its input mul_1 is not quantized",
     }
     assert [layer.name for layer in result.layers if layer.integer] == ["first", "last"]
     assert verify(qt.convert(model), MORE, result.path, BOTH, progress=False).check()

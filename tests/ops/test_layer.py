@@ -839,7 +839,8 @@ def test_some_channels_have_the_gradients_of_all_and_others_zeros(shape: Shape, 
             else whole
         )
         for each in found:
-            torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-5)
+            # Sums of the same products in another order: their errors are relative to the largest values.
+            torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-5 * max(1.0, float(whole.abs().max())))
 
 
 def test_a_double_backward_of_some_channels_is_zero_in_others() -> None:

@@ -259,7 +259,7 @@ def test_layers_without_a_normalization_keep_the_size_of_their_weights(name: str
     said = [each for each in caught if "no normalization takes" in str(each.message)]
     assert len(said) == (name in ("dorefa", "qil"))
     if said:
-        assert "outputs of 'up', 'fc', but quantizer=" in str(said[0].message)
+        assert "outputs of 'up', 'fc', and quantizer=" in str(said[0].message)
         assert said[0].filename == __file__
 
 

@@ -9,7 +9,9 @@ from torch import fx
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.rules import CASTS, name_called
+from qtoolkit.op_kinds.table import calls_where
 
+PRODUCTS = calls_where(lambda kind: kind.elementwise_product)
 REDUCTIONS = ("mean", "sum")
 BEHIND = ("add", "clamp", "clamp_min", "maximum", "sqrt", "rsqrt", "reciprocal", "pow", "div", "truediv")
 
@@ -36,11 +38,11 @@ def run(gm: QuantizedGraphModule) -> None:
 def _is_reduced_square(node: fx.Node) -> bool:
     """Return whether a node squares a tensor whose mean or sum alone is taken."""
     name, sources, takers = name_called(node), node.all_input_nodes, list(node.users)
-    squares = {"square": True, "pow": node.args[1:] in ((2,), (2.0,)), "mul": len(node.args) == 2}.get(name, False)
+    is_product = node.target in PRODUCTS and len(node.args) == 2 and node.args[0] is node.args[1]
+    squares = {"square": True, "pow": node.args[1:] in ((2,), (2.0,))}.get(name, is_product)
     if not squares or len(sources) != 1 or (sources[0].op == "call_method" and name_called(sources[0]) in CASTS):
         return False
-    by_itself = name != "mul" or node.args[0] is node.args[1]  # x * 2 takes one tensor too
-    return by_itself and len(takers) == 1 and name_called(takers[0]) in REDUCTIONS
+    return len(takers) == 1 and name_called(takers[0]) in REDUCTIONS
 
 
 def _continues(node: fx.Node, taker: fx.Node) -> bool:
