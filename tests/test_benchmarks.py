@@ -717,8 +717,8 @@ def test_digits_from_scratch_are_learned_as_in_float() -> None:
     assert min(fixed, learned) > of_float - 5
 
 
-def test_files_of_litert_beside_those_of_ai_edge_quantizer(tmp_path) -> None:
-    for package in ("timm", "ai_edge_litert", "ai_edge_quantizer"):
+def test_files_of_litert_beside_those_of_litert_quantizer(tmp_path) -> None:
+    for package in ("timm", "ai_edge_litert", "litert_quantizer"):
         pytest.importorskip(package, reason=f"files of LiteRT are not quantized by two tools; pip install {package}")
     from benchmarks.pages import litert
 

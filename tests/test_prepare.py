@@ -139,7 +139,10 @@ def test_without_batch_norm_quantizers_off_is_bit_equal() -> None:
 def test_eval_mode_folds_batch_norm_at_once(backend: str) -> None:
     model = nets.trained(nets.ConvNet(), *SHAPE).eval()
     prepared = qt.prepare(model, backend=backend)
-    assert not any(isinstance(m, nn.BatchNorm2d) for m in prepared.modules())
+    in_float = {line.name for line in qt.quantization_report(prepared).left_float}
+    norms = [name for name, m in prepared.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) == (0 if qt.backends[backend].grouped_conv_transpose else 1)  # after the layer that stays in float
+    assert in_float.issuperset(norms)
     x = torch.randn(SHAPE)
     with qt.disable_quantization(prepared):
         torch.testing.assert_close(prepared(x), model(x), rtol=1e-6, atol=1e-6)

@@ -8,7 +8,7 @@ python -m benchmarks.pages.export --json FILE         writes the figures too
 Each model is exported in float and in int8, prepared for the runtime that executes it; quantize_static quantizes the float file
 with the same calibration batches (QDQ, uint8 activations, int8 weights per channel). ExecuTorch and LiteRT have files of their
 own, with XNNPACK; for onnxruntime there are files with int8 weights too, of eight bits and of seven, whose sums are faster on
-processors with VNNI; ai-edge-quantizer, where it is installed, quantizes LiteRT's float file with the same images. All
+processors with VNNI; litert-quantizer, where it is installed, quantizes LiteRT's float file with the same images. All
 files of one model and one runtime are timed in turn, and times are multiples of the float file's in that runtime.
 """
 

@@ -3,7 +3,7 @@
 python -m benchmarks.pages.litert          prints the table (some minutes)
 python -m benchmarks.pages.litert --quick  small networks alone
 python -m benchmarks.pages.litert --json FILE  writes the figures too
-python -m benchmarks.pages.litert --peers  size, latency and accuracy beside ai-edge-quantizer (0.10.0), which must be installed
+python -m benchmarks.pages.litert --peers  size, latency and accuracy beside litert-quantizer, which must be installed
 python -m benchmarks.pages.litert --peers --checkpoints build/mlperf_tiny  as trained by examples/mlperf_tiny.py (an hour)
 
 ResNet-20 has the weights and images of shared/data, and FSRCNN its trained weights; both are left out if these are missing. The
@@ -31,7 +31,7 @@ from tqdm import tqdm
 import qtoolkit as qt
 from benchmarks.export_models import ROOT, fsrcnn, jpeg_images, resnet20_of
 from benchmarks.pages.codes import with_statistics
-from benchmarks.pages.litert_files import AI_EDGE, FLOAT, OURS, quantized_by_ai_edge, write_files
+from benchmarks.pages.litert_files import FLOAT, OURS, THEIRS, quantized_by_theirs, write_files
 from benchmarks.real_data import DATA
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -45,7 +45,7 @@ from mlperf_tiny import (
     milliseconds,
 )
 
-LABELS = {FLOAT: FLOAT, **{tool: f"{tool}, post-training W8A8" for tool in (OURS, AI_EDGE)}}
+LABELS = {FLOAT: FLOAT, **{tool: f"{tool}, post-training W8A8" for tool in (OURS, THEIRS)}}
 PEERS = "ResNet-8", "MobileNetV1 0.25", "mobilenetv2_100"  # networks with random weights in the table of --peers
 
 
@@ -148,7 +148,7 @@ def peer_of(name: str, file: str, path: Path, test: tuple[Tensor, Tensor] | None
 
 
 def peers_of_resnet8(data: Path, checkpoints: Path) -> Iterator[Peer]:
-    """Yield the files of examples/mlperf_tiny.py, whose training goes on, and ai-edge-quantizer's of its float file."""
+    """Yield the files of examples/mlperf_tiny.py, whose training goes on, and litert-quantizer's of its float file."""
     name, (images, exact) = "ResNet-8, CIFAR-10", load_all(data, mlperf_tiny.IMAGES, checkpoints)
     epochs = mlperf_tiny.EPOCHS, mlperf_tiny.QAT_EPOCHS
     with tempfile.TemporaryDirectory() as folder:
@@ -157,12 +157,12 @@ def peers_of_resnet8(data: Path, checkpoints: Path) -> Iterator[Peer]:
             yield Peer(name, file, row.bytes, row.milliseconds, row.accuracy)
             if row.name == FLOAT:
                 theirs = Path(folder) / "theirs.tflite"
-                quantized_by_ai_edge(Path(folder) / "float.tflite", [images.train[0][:CALIBRATION]], theirs)
-                yield peer_of(name, LABELS[AI_EDGE], theirs, images.test)
+                quantized_by_theirs(Path(folder) / "float.tflite", [images.train[0][:CALIBRATION]], theirs)
+                yield peer_of(name, LABELS[THEIRS], theirs, images.test)
 
 
 def all_peers(data: Path | None, checkpoints: Path | None) -> Iterator[Peer]:
-    """Yield the files of all networks, beside ai-edge-quantizer's."""
+    """Yield the files of all networks, beside litert-quantizer's."""
     if data is not None:
         calibration, test = jpeg_images(data, "train", 256)[0], jpeg_images(data, "test", 10_000)
         yield from peers_of("ResNet-20, CIFAR-10", resnet20_of(data), calibration, test)
@@ -176,7 +176,7 @@ def all_peers(data: Path | None, checkpoints: Path | None) -> Iterator[Peer]:
 
 def print_peers(found: Iterable[Peer], console: Console) -> None:
     """Print size, latency and accuracy of files."""
-    table = Table("network", "file", "KiB", "ms", "accuracy, %", title="Beside ai-edge-quantizer")
+    table = Table("network", "file", "KiB", "ms", "accuracy, %", title="Beside litert-quantizer")
     for peer in found:
         accuracy = "" if peer.accuracy is None else f"{peer.accuracy:.2f}"
         table.add_row(peer.network, peer.file, f"{peer.bytes / 1024:.0f}", f"{peer.milliseconds:.3f}", accuracy)

@@ -1,4 +1,4 @@
-"""LiteRT's files of a model: in float, quantized after training by qtoolkit, and by ai-edge-quantizer from the float file."""
+"""LiteRT's files of a model: in float, quantized after training by qtoolkit, and by litert-quantizer from the float file."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from mlperf_tiny import as_given, channels_last, interpreter_of, write_float
 
-FLOAT, OURS, AI_EDGE = "float", "qtoolkit", "ai-edge-quantizer"
+FLOAT, OURS, THEIRS = "float", "qtoolkit", "litert-quantizer"
 
 
-def quantized_by_ai_edge(path: Path, calibration: Sequence[Tensor], out: Path) -> None:
-    """Quantize a float file after training by ai-edge-quantizer: int8 weights, activations, inputs and outputs."""
+def quantized_by_theirs(path: Path, calibration: Sequence[Tensor], out: Path) -> None:
+    """Quantize a float file after training by litert-quantizer: int8 weights, activations, inputs and outputs."""
     from ai_edge_litert.interpreter import Interpreter
-    from ai_edge_quantizer import quantizer, recipe
+    from litert_quantizer import quantizer, recipe
 
     (name,) = Interpreter(str(path)).get_signature_list()["serving_default"]["inputs"]
     theirs = quantizer.Quantizer(str(path))
@@ -35,20 +35,20 @@ def quantized_by_ai_edge(path: Path, calibration: Sequence[Tensor], out: Path) -
 def write_files(
     model: nn.Module, image: Tensor, calibration: Sequence[Tensor], folder: Path
 ) -> tuple[dict[str, Path], Sequence[ExecutedLayer]]:
-    """Write a model for one image in float, by qtoolkit and by ai-edge-quantizer, where it is installed and takes it.
+    """Write a model for one image in float, by qtoolkit and by litert-quantizer, where it is installed and takes it.
 
     Returns:
         The files, by the tool that wrote them, and the ops of qtoolkit's file, which has int8 inputs and outputs.
     """
-    paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, AI_EDGE)}
+    paths = {name: folder / f"{name}.tflite" for name in (FLOAT, OURS, THEIRS)}
     prepared = qt.prepare(model, image, backend="litert")
     qt.calibrate(prepared, calibration, progress=False)
     result = qt.export_litert(prepared, image, paths[OURS], io_type="int8", verify=False)
     write_float(prepared, image, paths[FLOAT])
     try:
-        quantized_by_ai_edge(paths[FLOAT], calibration, paths[AI_EDGE])
+        quantized_by_theirs(paths[FLOAT], calibration, paths[THEIRS])
     except Exception as error:  # another tool may raise anything; its file is then missing in the table
-        print(f"without a file of ai-edge-quantizer ({type(error).__name__}: {error})")
+        print(f"without a file of litert-quantizer ({type(error).__name__}: {error})")
     return {name: path for name, path in paths.items() if path.exists()}, result.layers
 
 

@@ -131,9 +131,9 @@ def export_onnx(
             They give the shapes and are the inputs of the verification.
         path: The file to write.
         opset: ONNX opset, from 13 to the newest of the installed onnx. Verification needs an opset that onnxruntime supports
-            (1.32: up to 28; 1.30: up to 26). None means 18; 19 for a file in float16; 21 if more than 8 bits or a group_size need
-            it; 22 for a model in bfloat16. The model is converted if torch's exporters do not write the opset ("dynamo" writes 18 to 23,
-            "torchscript" 13 to 20).
+            (1.32: up to 28; 1.30: up to 26). None means 18; 19 for a file in float16; 21 if more than 8 bits or a group_size
+            need it; 22 for a model in bfloat16. The model is converted if torch's exporters do not write the opset
+            ("dynamo" writes 18 to 23, "torchscript" 13 to 20).
         input_names: Names of the file's inputs, one for each tensor in the example inputs, in the order of forward's arguments.
             Inputs without a given name keep the argument names.
         output_names: Names of the file's outputs.

@@ -150,9 +150,7 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
 
     def recompile(self) -> PythonCode | None:  # type: ignore[override]  # None in a block of `compiled_once`
         """Compile the graph, and the parts of it that the blocks run."""
-        changed = _CHANGED.get()
-        if changed is not None:
-            changed[self] = None
+        if self._waits():
             return None
         code = super().recompile()
         del type(self).__call__  # torch.fx's prints a traceback of its own for each error, caught or not
@@ -161,14 +159,19 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         self.divide(vars(self).get("calls", ()))
         return code
 
+    def _waits(self) -> bool:
+        """Return whether a block of `compiled_once` compiles this graph at its end."""
+        changed = _CHANGED.get()
+        if changed is not None:
+            changed[self] = None
+        return changed is not None
+
     def divide(self, calls: tuple[BlockCall, ...]) -> None:
         """Compile the graph; let the blocks of these calls run their parts of it, where it allows that."""
         self.calls = calls
         self.products = {node.name: Product(len(node.args)) for node in self.graph.nodes if is_product_call(node)}
         self.link_sources()
-        changed = _CHANGED.get()
-        if changed is not None:
-            changed[self] = None
+        if self._waits():
             return
         forward = compile_forward(self, calls, self.ops_in_training(), type(self)._traced_forward)
         types = () if self._plan is None else self._plan.tracing.output_types

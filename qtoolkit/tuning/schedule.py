@@ -160,9 +160,7 @@ class QuantizationSchedule:
                 "torch.optim.swa_utils.AveragedModel(model); one of them has other quantizers than the model."
             )
         if self.freeze_batch_norm is not None and not has_linked(self.model):
-            warn(
-                f"QuantizationSchedule: freeze_batch_norm={self.freeze_batch_norm}, but {NONE_LINKED}",
-            )
+            warn(f"QuantizationSchedule: freeze_batch_norm={self.freeze_batch_norm}, but {NONE_LINKED}")
 
     @property
     def _first_observed(self) -> int:

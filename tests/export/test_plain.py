@@ -176,7 +176,9 @@ def blocks(specs: dict[str, Any]) -> nn.Module:
 def test_an_opset_without_the_type_is_named(tmp_path) -> None:
     wide = {"activation": qt.QuantSpec(bits=16), "weight": qt.QuantSpec(axis=0)}
     model = qt.convert(prepared(**wide))
-    with pytest.raises(ValueError, match=r"integers in \[-32768, 32767\] needs opset 21 or newer, got 18; .*export_onnx"):
+    with pytest.raises(
+        ValueError, match=r"integers in \[-32768, 32767\] needs opset 21 or newer, got 18; .*export_onnx"
+    ):
         exported(model, tmp_path / "m.onnx", dynamo=False, opset_version=18)
     with pytest.warns(UserWarning, match=r"integers in \[-32768, 32767\] needs opset 21 or newer.*export_onnx"):
         exported(model, tmp_path / "m.onnx", dynamo=True, opset_version=21)

@@ -225,7 +225,10 @@ def test_learned_weights_are_stored_as_their_codes(quantizer: str) -> None:
     model = converted(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()), mapping=mapping)
     program = qt.export.export_program(model, X)
     assert program.state_dict["0_weight"].dtype == torch.int8
-    assert torch.equal(program.module()(X), model(X))
+    # The program multiplies by 1 / scale where the model divides: a value between two integers may get the next one.
+    steps = ((program.module()(X) - model(X)) / model.get_submodule("activation_quantizers._1").scale).abs()
+    assert steps.max() < 1.01
+    assert steps.gt(0.5).sum() <= 2
 
 
 def test_a_prepared_model_stays_as_it_is() -> None:

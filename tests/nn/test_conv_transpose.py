@@ -190,7 +190,8 @@ def test_the_matrix_in_onnxruntime(tmp_path, dims: int, exporter: str, training:
 @pytest.mark.parametrize("dims", DIMS)
 def test_the_axis_of_tensorrt8_is_the_input_channel_with_groups_too(tmp_path, dims: int, groups: int) -> None:
     x, model = data(dims), block(dims, groups, "plain", batch_norm=False).eval()
-    prepared = qt.prepare(model, backend="tensorrt8")
+    mapping = qt.QConfigMapping().set_module_name("0", qt.QConfig(qt.QuantSpec(), qt.QuantSpec()))  # groups too
+    prepared = qt.prepare(model, backend="tensorrt8", qconfig_mapping=mapping)
     qt.calibrate(prepared, [x], progress=False)
     layer = qt.convert(prepared).get_submodule("0")
     quantizer = layer.weight_quantizer

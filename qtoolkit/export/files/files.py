@@ -204,8 +204,6 @@ class OpenedFile:
         opened.CopyFrom(self.proto)
         shown = {o.name for o in opened.graph.output} | {i.name for i in opened.graph.input}
         opened.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in shown)
-        del opened.graph.value_info[:]  # of codes that get another type here
-        _compute_in_float32(opened.graph)
         _widen(opened.graph, names)
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -215,8 +213,10 @@ class OpenedFile:
         try:
             return onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's errors have no base class of their own
+            fp8 = self.is_float16 and any(tensor.data_type in SMALL_FLOATS for tensor in self.proto.graph.initializer)
+            why = "it has no kernels for fp8 in float16, which TensorRT has" if fp8 else first_line(error)
             raise RuntimeError(
-                f"verify_onnx: onnxruntime cannot run the file on the CPU: {first_line(error)}. If the target can run it, pass "
+                f"verify_onnx: onnxruntime cannot run the file on the CPU: {why}. If the target can run it, pass "
                 "verify=False to write the file without verification; float32 models run everywhere."
             ) from error
 
@@ -267,29 +267,6 @@ def _widen(graph: onnx.GraphProto, names: Sequence[str]) -> None:
             for user in graph.node:
                 user.input[:] = [f"{name}.narrow" if taken == name else taken for taken in user.input]
             graph.node.append(helper.make_node("Cast", [f"{name}.narrow"], [name], to=dtype))
-
-
-def _compute_in_float32(graph: onnx.GraphProto) -> None:
-    """Put Casts around quantizers of fp8 in float16, for which onnxruntime has no kernels: they compute the same in float32.
-
-    onnxruntime removes pairs of Casts, also without optimizations, so that an Identity keeps a tensor in float16.
-    """
-    dtypes = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    nodes = list(graph.node)
-    del graph.node[:]
-    for node in nodes:
-        narrow = dtypes.get(_zero_point(node)) in SMALL_FLOATS and dtypes.get(node.input[1]) == TensorProto.FLOAT16
-        quantizes, name = node.op_type == "QuantizeLinear", node.output[0] if node.output else ""
-        for place in ((0, 1) if quantizes else (1,)) if narrow else ():
-            kept, wide = (f"{name}.input{place}.{dtype}" for dtype in ("float16", "float32"))
-            graph.node.append(helper.make_node("Identity", [node.input[place]], [kept]))
-            graph.node.append(helper.make_node("Cast", [kept], [wide], to=TensorProto.FLOAT))
-            node.input[place] = wide
-        if narrow and not quantizes:
-            node.output[0] = f"{name}.float32"
-        graph.node.append(node)
-        if narrow and not quantizes:
-            graph.node.append(helper.make_node("Cast", [f"{name}.float32"], [name], to=TensorProto.FLOAT16))
 
 
 def _small_floats(graph: onnx.GraphProto) -> dict[str, np.dtype[Any]]:

@@ -69,7 +69,7 @@ class Lowering:
             self.constants[node] = attrgetter(str(node.target))(self.captured).detach()
         for node in self.captured.graph.nodes:
             if node.op == "placeholder":
-                self.inputs[node.name] = self.values[node] = self._input(node)
+                self.inputs[str(node.target)] = self.values[node] = self._input(node)
             elif node.op == "call_function" and node not in self.values:
                 self._lower(node)
         self.outputs = self._outputs()
@@ -105,17 +105,18 @@ class Lowering:
     def _input(self, node: fx.Node) -> TensorInFile:
         shape = tuple(node.meta["val"].shape)
         order = IMAGE if len(shape) == len(IMAGE) else tuple(range(len(shape)))
-        grids = {self._scales(user) if self._is_quantize(user) else None for user in node.users}
+        users = [user for user in node.users if user.op != "call_module"]  # torch.export's check of the inputs is a module
+        grids = {self._scales(user) if self._is_quantize(user) else None for user in users}
         scales = grids.pop() if len(grids) == 1 else None
         if scales is not None and scales.dtype != self.io_type:
             scales = None
         dtype = np.dtype("float32" if scales is None else scales.dtype)
         if node.meta["val"].dtype != torch.float32:
             raise ValueError(
-                f"export_litert: input {node.name!r} has dtype {node.meta['val'].dtype}; the file supports float32 and "
+                f"export_litert: input {node.target!r} has dtype {node.meta['val'].dtype}; the file supports float32 and "
                 "quantized inputs. Move the ops that use it out of the model."
             )
-        tensor = self.file.tensor(node.name, in_order(shape, order), dtype, scales)
+        tensor = self.file.tensor(str(node.target), in_order(shape, order), dtype, scales)
         return TensorInFile(tensor, shape, order, scales)
 
     def _outputs(self) -> dict[str, TensorInFile]:

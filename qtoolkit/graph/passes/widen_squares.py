@@ -35,20 +35,12 @@ def run(gm: QuantizedGraphModule) -> None:
 
 def _is_reduced_square(node: fx.Node) -> bool:
     """Return whether a node squares a tensor whose mean or sum alone is taken."""
-    if not node.op.startswith("call_") or node.op == "call_module" or len(node.users) != 1:
+    name, sources, takers = name_called(node), node.all_input_nodes, list(node.users)
+    squares = {"square": True, "pow": node.args[1:] in ((2,), (2.0,)), "mul": len(node.args) == 2}.get(name, False)
+    if not squares or len(sources) != 1 or (sources[0].op == "call_method" and name_called(sources[0]) in CASTS):
         return False
-    name, sources = name_called(node), node.all_input_nodes
-    squares = (
-        name == "square"
-        or (name == "pow" and node.args[1:] in ((2,), (2.0,)))
-        or (name == "mul" and len(node.args) == 2 and node.args[0] is node.args[1])
-    )
-    return (
-        squares
-        and len(sources) == 1
-        and not (sources[0].op == "call_method" and name_called(sources[0]) in CASTS)
-        and name_called(next(iter(node.users))) in REDUCTIONS
-    )
+    by_itself = name != "mul" or node.args[0] is node.args[1]  # x * 2 takes one tensor too
+    return by_itself and len(takers) == 1 and name_called(takers[0]) in REDUCTIONS
 
 
 def _continues(node: fx.Node, taker: fx.Node) -> bool:
