@@ -134,10 +134,8 @@ class Verification:
                 f"worst at {worst!r}: {self.by_quantizer[worst]}. If the scale of that quantizer is below 1e-7 of the values "
                 "in the op before it, its range contains only rounding errors. This happens after a batch norm with a "
                 "constant input, for example if an earlier batch norm starts with gamma 0: train that gamma and calibrate "
-                "again, or disable the quantizer (qtoolkit.disable_quantization(prepared.get_submodule(name))). A file in "
-                "float16 with fp8 quantizers can differ too, since fp8 has finer steps near zero than the rounding errors of "
-                'float16: pass float_type="float32" or verify=False. Otherwise onnxruntime computes the op differently: please '
-                "report it with the model."
+                "again, or disable the quantizer (qtoolkit.disable_quantization(prepared.get_submodule(name))). Otherwise "
+                "onnxruntime computes the op differently: please report it with the model."
             )
         check_outputs(self.output_error, "onnxruntime", "export")
 
