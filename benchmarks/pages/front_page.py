@@ -167,9 +167,8 @@ def opening_of(figures: Figures) -> list[str]:
     return [
         f"- **Accuracy**: after one epoch of QAT, ResNet-20 has {of_8} on CIFAR-10 in 8 bits and {of_4} in 4 bits "
         f"(float: {trained.float_model:.2f} %).",
-        f"- **Deployment**: in {file['runtime']}, the file of {file['network']} has {file['int8_kib'] / file['float_kib']:.2f} times "
-        f"the float file's size and {file['default']:.2f} times its latency; with int8 weights, for processors with VNNI, "
-        f"{file['int8']:.2f} times.",
+        f"- **Deployment**: in {file['runtime']}, {file['network']} takes {file['int8_kib'] / file['float_kib']:.2f} times "
+        f"the float file size and {file['default']:.2f} times the float latency (with int8 weights: {file['int8']:.2f}).",
         f"- **Training**: on a CPU with int8 instructions, a QAT step of ResNet-18 takes {figures.time['qtoolkit']:.2f} times "
         f"the time of a float step and {figures.memory['qtoolkit']:.2f} times its memory for backward; {len(time)} other tools "
         f"take at least {min(time):.2f} times the time and {min(memory):.2f} times the memory.",
