@@ -338,12 +338,19 @@ def test_the_nearest_container_comes_first() -> None:
 
 @pytest.mark.parametrize(("backend", "axis"), [("tensorrt10", 1), ("tensorrt8", 0)])
 def test_the_axis_of_transposed_convolutions(backend: str, axis: int) -> None:
-    assert replace(Branches(), backend=backend).up.weight_quantizer.spec.axis == axis
+    def axis_of(mapping: qt.QConfigMapping | None) -> int | None:
+        model = nn.Sequential(nn.ConvTranspose2d(4, 6, 2, stride=2))
+        return replace(model, mapping, backend=backend).get_submodule("0").weight_quantizer.spec.axis
+
+    assert axis_of(None) == axis_of(qt.QConfigMapping().set_global(W4)) == axis
     own = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, W4)
-    assert replace(Branches(), own, backend=backend).up.weight_quantizer.spec.axis == 0  # as the rule says
-    assert (
-        replace(Branches(), qt.QConfigMapping().set_global(W4), backend=backend).up.weight_quantizer.spec.axis == axis
-    )
+    assert axis_of(own) == 0  # as the rule says
+    assert replace(Branches(), own, backend=backend).up.weight_quantizer.spec.axis == 0  # groups, on each target
+
+
+def test_transposed_convolutions_with_groups_stay_float_without_kernels() -> None:
+    assert type(replace(Branches(), backend="tensorrt8").up) is nn.ConvTranspose2d
+    assert type(replace(Branches(), backend="tensorrt10").up) is qt.nn.QuantConvTranspose2d
 
 
 @pytest.mark.parametrize(

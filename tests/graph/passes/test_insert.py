@@ -632,7 +632,7 @@ def test_the_targets() -> None:
         "tensorrt", "tensorrt10", "tensorrt8", "tensorrt-nlp", "onnxruntime", "openvino", "snpe", "qnn", "vitis", "ppl",
         "ppl-w8a16", "stpu", "tengine", "nnie", "tvm", "xnnpack", "litert", "litert-16x8", "academic", "academic-nlp",
     ]  # fmt: skip
-    up = qt.prepare(nets.ConvNet(), backend="tensorrt8").get_submodule("up").weight_quantizer
+    up = qt.prepare(nn.Sequential(nn.ConvTranspose2d(3, 4, 2)), backend="tensorrt8").get_submodule("0").weight_quantizer
     assert up.spec.axis == 0
     weights = {name: backend.qconfig.weight.describe() for name, backend in qt.backends.items()}
     assert weights["vitis"] == "int8 pow2"
