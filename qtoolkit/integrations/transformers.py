@@ -247,7 +247,8 @@ REFUSED: Mapping[str, str] = {
 }
 # Arguments of generate that need a cache of keys and values. Arguments of forward about the cache, or that omit tokens.
 NEED_CACHE = (
-    "use_cache", "past_key_values", "cache", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens", "inputs_embeds",
+    "use_cache", "past_key_values", "cache", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens",
+    "inputs_embeds",
 )  # fmt: skip
 LEFT_OUT = ("use_cache", "past_key_values", "cache", "logits_to_keep")  # cache: since transformers 5.24
 
