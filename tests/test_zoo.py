@@ -206,6 +206,13 @@ def test_the_command_writes_what_the_documentation_shows(tmp_path) -> None:
     assert f"| torchvision | classification | 1 | 1 | 0 | 0 | {outcome['quantized']} | 0 |" in page.read_text()
 
 
+def test_the_table_of_tensorrt_is_that_of_the_results() -> None:
+    from benchmarks.pages import tensorrt_zoo
+
+    text = "\n".join(tensorrt_zoo.lines(json.loads(tensorrt_zoo.RESULTS.read_text())))
+    assert text in tensorrt_zoo.PAGE.read_text()
+
+
 def test_the_documented_page_is_that_of_the_results() -> None:
     from benchmarks.pages.zoo_models import page, sums
 
