@@ -782,7 +782,7 @@ def test_runtimes_that_are_not_executed(name: str, tmp_path: Path) -> None:
         qt.export.verify(qt.convert(calibrated()), IMAGES, tmp_path / "model.onnx", runtimes=(name,))
 
 
-# ---- what stands in the place of an input, a function or a path
+# ---- wrong values for an input, a function or a path
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages.stored import write_part
+from benchmarks.pages.zoo_models import sums
 from benchmarks.report import markdown_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "zoo_tensorrt.json"
@@ -31,13 +32,16 @@ COLUMNS = (
 def cells(outcome: Mapping[str, Any]) -> list[str]:
     """Return the line of a model."""
     macs = outcome["macs"]
-    differing, compared = (
-        sum(counts) for counts in zip(outcome["weight_codes"], outcome["quantizer_codes"], strict=True)
-    )
     apart, outputs = outcome["layer_codes"]
     found = ", ".join(f"{name} {count}" for name, count in outcome["slower"].items())
     share = macs["int8"] / max(sum(macs.values()), 1)
-    return [outcome["name"], f"{share:.1%}", f"{differing:,} of {compared:,}", f"{apart / max(outputs, 1):.2%}", found]
+    return [
+        outcome["name"],
+        f"{share:.1%}",
+        f"{sums.differing(outcome):,} of {sums.compared(outcome):,}",
+        f"{apart / max(outputs, 1):.2%}",
+        found,
+    ]
 
 
 def lines(results: Mapping[str, Any]) -> list[str]:

@@ -90,8 +90,8 @@ void unit(const c10::OperatorHandle& /*op*/, Stack* stack) {
   push_output(stack, y, codes, u);
 }
 
-// The gradients of what is after the layer: of its output, of the batch norm, and of what follows; `bias` is that of
-// the folded one. A gradient that is not wanted is undefined or empty.
+// Gradients after the layer: of its output, the batch norm and the ops that follow; `bias` is the gradient of the
+// folded bias. A gradient that is not needed is undefined or empty.
 struct Behind {
   Tensor z, gamma, beta, divisor, residual, y_scale, y_zero_point, bias;
 };

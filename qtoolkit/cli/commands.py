@@ -25,11 +25,11 @@ from qtoolkit.cli import tables
 from qtoolkit.errors import first_line, unknown
 from qtoolkit.export import Verdict
 from qtoolkit.export.description import FileDescription, describe
-from qtoolkit.export.lint import EngineEstimate, estimate_graph, lint_graph, quantized_graph, rules_of
+from qtoolkit.export.lint import EngineEstimate, estimate_ops, quantized_ops, rules_of
 from qtoolkit.export.verification.between_runtimes import RuntimeComparison, compare_runtimes
 from qtoolkit.export.verification.codes import CodeCount
 from qtoolkit.export.verification.deployed import RuntimeCodes
-from qtoolkit.lint.findings import Finding
+from qtoolkit.lint.findings import Finding, broken
 from qtoolkit.lint.slower import takes_types_as_they_are
 from qtoolkit.quantize import QuantizeResult
 from qtoolkit.quantize import quantize as quantize_model
@@ -55,12 +55,12 @@ class Answer:
 def lint(arguments: argparse.Namespace) -> Answer:
     """Check a file against the rules of a target."""
     backend = backends[arguments.backend]
-    model = quantized_graph(arguments.file)
-    findings = lint_graph(model, backend, arguments.advice)
-    rules = [rule.name for rule in rules_of(backend, arguments.advice)]
-    data = {"file": arguments.file, "backend": backend.name, "rules": rules, "findings": _listed(findings)}
-    if takes_types_as_they_are(backend):
-        data["beside_float16"] = _beside_float16(estimate_graph(arguments.file, model, backend, arguments.gpu))
+    estimated = takes_types_as_they_are(backend)
+    ops, rules = quantized_ops(arguments.file, with_sizes=estimated), rules_of(backend, arguments.advice)
+    findings, names = broken(rules, ops, backend), [rule.name for rule in rules]
+    data = {"file": arguments.file, "backend": backend.name, "rules": names, "findings": _listed(findings)}
+    if estimated:
+        data["beside_float16"] = _beside_float16(estimate_ops(arguments.file, ops, backend, arguments.gpu))
     return Answer(data, lambda: tables.findings(data), bool(findings))
 
 

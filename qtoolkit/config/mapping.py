@@ -126,8 +126,8 @@ class QConfigMapping:
     the rule for the innermost module around the layer holds; a rule for the layer itself comes before all of them.
 
     Fields that a spec of a config leaves out have the backend's values (`QuantSpec`). A config of None leaves the layer
-    in float. A layer without a rule has the backend's default config. Layers that `exclude` names stay in float,
-    whatever other rules say.
+    in float. A layer without a rule has the backend's default config. `exclude` takes precedence over all rules: its
+    layers stay in float.
 
     Example:
         >>> w4 = QConfig(QuantSpec(bits=4), QuantSpec(bits=4, axis=0))

@@ -1,9 +1,8 @@
 """lint() and estimate_engine(): rule violations and speed estimates for ONNX files with Q/DQ pairs, written by any tool."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from qtoolkit.backends import Backend, backend_of
 from qtoolkit.errors import check_flags, check_known
@@ -13,11 +12,9 @@ from qtoolkit.lint.engine import GPUS, Cost, GpuName, costs_of
 from qtoolkit.lint.findings import Finding, GraphRule, LintRule, broken
 from qtoolkit.lint.fusions import FILE_ADVICE, FUSIONS
 from qtoolkit.lint.layers import ADVICE, LAYERS
+from qtoolkit.lint.ops import Op
 from qtoolkit.lint.placement import PLACEMENT
 from qtoolkit.lint.slower import SLOWER, takes_types_as_they_are
-
-if TYPE_CHECKING:
-    import onnx_ir
 
 FILE_RULES = (*PLACEMENT, *LAYERS, *CODES, *FUSIONS)
 SLOW_RULES = ("inside-a-unit", "silu", "cast")  # of them, those that cost speed alone
@@ -53,17 +50,8 @@ def lint(path: str | os.PathLike[str], backend: str | Backend, advice: bool = Fa
     """
     check_flags("lint", advice=advice)
     backend = backend_of(backend)
-    return lint_graph(quantized_graph(path), backend, advice)
-
-
-def lint_graph(model: "onnx_ir.Model", backend: Backend, advice: bool) -> tuple[Finding, ...]:
-    """Return what `lint` does, of a file that is open."""
-    from qtoolkit.export.files.ops import ops_of
-    from qtoolkit.export.files.sizes import infer_sizes
-
-    if advice and takes_types_as_they_are(backend):
-        infer_sizes(model)
-    return broken(rules_of(backend, advice), ops_of(model), backend)
+    ops = quantized_ops(path, with_sizes=advice and takes_types_as_they_are(backend))
+    return broken(rules_of(backend, advice), ops, backend)
 
 
 def rules_of(backend: Backend, advice: bool = False) -> tuple[LintRule | GraphRule, ...]:
@@ -160,26 +148,22 @@ def estimate_engine(
             "estimate_engine: backend must be a target that computes in the types of a file, such as 'tensorrt'; "
             f"{backend.name!r} chooses types by itself."
         )
-    return estimate_graph(path, quantized_graph(path), backend, gpu)
+    return estimate_ops(path, quantized_ops(path, with_sizes=True), backend, gpu)
 
 
-def estimate_graph(
-    path: str | os.PathLike[str], model: "onnx_ir.Model", backend: Backend, gpu: GpuName
-) -> EngineEstimate:
-    """Return what `estimate_engine` does, of a file that is open."""
-    from qtoolkit.export.files.ops import ops_of
-    from qtoolkit.export.files.sizes import infer_sizes
-
-    infer_sizes(model)
-    ops = ops_of(model)
+def estimate_ops(path: str | os.PathLike[str], ops: Sequence[Op], backend: Backend, gpu: GpuName) -> EngineEstimate:
+    """Return the estimate of `estimate_engine` for the ops of a file, with their sizes."""
     rules = [rule for rule in FILE_RULES if rule.name in SLOW_RULES]
     findings = broken((*rules, *_advice_of(backend)), ops, backend)
     costs, plain = (costs_of(ops, backend, GPUS[gpu], in_float16) for in_float16 in (False, True))
     return EngineEstimate(str(path), gpu, findings, costs.of_types, costs.seconds, plain.seconds, costs.unknown)
 
 
-def quantized_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
-    """Open a file; UnreadableFileError for one without Q/DQ nodes."""
+def quantized_ops(path: str | os.PathLike[str], with_sizes: bool) -> Sequence[Op]:
+    """Return the ops of a file, with the sizes of all tensors if asked; UnreadableFileError for a file without Q/DQ nodes."""
+    from qtoolkit.export.files.ops import ops_of
+    from qtoolkit.export.files.sizes import infer_sizes
+
     model = open_graph(path)
     kinds = {node.op_type for node in model.graph.all_nodes()}
     if not kinds.intersection(("QuantizeLinear", "DequantizeLinear")):
@@ -187,4 +171,6 @@ def quantized_graph(path: str | os.PathLike[str]) -> "onnx_ir.Model":
             f"{str(path)!r} has no QuantizeLinear and no DequantizeLinear node: it is a float model, or uses another format "
             "than QDQ. Quantize it, and export it in the QDQ format."
         )
-    return model
+    if with_sizes:
+        infer_sizes(model)
+    return ops_of(model)

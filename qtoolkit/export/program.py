@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from qtoolkit.export.inputs import ONE_AT_A_TIME, DynamicShapes, ExportSource, by_name
 from qtoolkit.export.pairs.shaped_weights import shaped_weights
 from qtoolkit.export.pt2e import Decomposition, Quantizers
+from qtoolkit.graph.capture.exported import graph_of
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import call_arguments, naming_misfits
 from qtoolkit.model_state import evaluating
@@ -89,7 +90,7 @@ def decomposed(model: nn.Module, example_inputs: object, dynamic_shapes: Dynamic
     misfits = naming_misfits(converted, source.example_inputs, f"{what}: example_inputs do")
     with misfits, ONE_AT_A_TIME, evaluating(converted), in_float(converted), torch.no_grad():
         with shaped_weights(converted, partial(converted, *args, **kwargs), what):
-            captured = capture(converted, args, kwargs, dynamic_shapes).module()
+            captured = graph_of(capture(converted, args, kwargs, dynamic_shapes))
         quantizers = Decomposition(captured, names_of_weights(converted)).run()
         return Decomposed(captured, converted, args, kwargs, dynamic_shapes, quantizers)
 

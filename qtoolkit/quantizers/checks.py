@@ -70,7 +70,7 @@ def not_ready(quantizer: "RangedQuantizer") -> RuntimeError:
 
 
 def check_spec(quantizer: "RangedQuantizer") -> None:
-    """Raise ValueError if its spec has other integers than it was made for: its scale and its observer have not."""
+    """Raise ValueError if the spec has other integers than the scale and the observer were made for."""
     differing = quantizer.differing({"spec": spec_fields(quantizer.made_for)})
     if differing is not None:
         raise ValueError(

@@ -131,7 +131,7 @@ def test_a_model_trains_and_converts_to_what_it_computes(name: str, road: str, a
 def test_checkpointed_steps_after_plain_ones_have_the_same_gradients(
     name: str, autocast: bool, reentrant: bool
 ) -> None:
-    """A forward saves as many tensors as its recomputation, of whatever kind the forward before was."""
+    """A forward saves as many tensors as its recomputation, after a forward of each kind."""
     torch.manual_seed(0)
     model = qt.prepare(Net().train(), X, backend="onnxruntime", qconfig_mapping=mapping_of(name))
     qt.calibrate(model, [X], progress=False)

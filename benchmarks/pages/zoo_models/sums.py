@@ -38,13 +38,13 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     done, whole = [o for o in outcomes if not o["failed"]], len(outcomes)
     exported = _exported(done)
     exact = sum(differing(o) == 0 for o in exported)
-    ties, compared = _ties(exported)
+    ties, outputs = _ties(exported)
     rows = [
         ["models that pass every step", f"{len(done)} of {whole}"],
         ["models that trace unchanged", f"{unchanged(outcomes)} of {whole}"],
         ["ONNX files in which every weight and every quantizer equals PyTorch's", f"{exact} of {len(exported)}"],
-        ["weights and quantized values compared in these files", f"{sum(map(_compared, exported)):,}"],
-        ["outputs of layers that differ by one step (rounding ties)", f"{ties:,} of {compared:,}"],
+        ["weights and quantized values compared in these files", f"{sum(map(compared, exported)):,}"],
+        ["outputs of layers that differ by one step (rounding ties)", f"{ties:,} of {outputs:,}"],
         ["layers with weights that are quantized", f"{sum(o['quantized'] for o in done):,}"],
         ["layers with weights that remain in float", f"{sum(map(_in_float, done)):,}"],
         [
@@ -60,7 +60,8 @@ def differing(outcome: Outcome) -> int:
     return int(outcome["weight_codes"][0] + outcome["quantizer_codes"][0])
 
 
-def _compared(outcome: Outcome) -> int:
+def compared(outcome: Outcome) -> int:
+    """Return how many weights and quantized values were compared with onnxruntime's."""
     return int(outcome["weight_codes"][1] + outcome["quantizer_codes"][1])
 
 

@@ -105,10 +105,7 @@ class Lowering:
     def _input(self, node: fx.Node) -> TensorInFile:
         shape = tuple(node.meta["val"].shape)
         order = IMAGE if len(shape) == len(IMAGE) else tuple(range(len(shape)))
-        users = [
-            user for user in node.users if user.op != "call_module"
-        ]  # torch.export's check of the inputs is a module
-        grids = {self._scales(user) if self._is_quantize(user) else None for user in users}
+        grids = {self._scales(user) if self._is_quantize(user) else None for user in node.users}
         scales = grids.pop() if len(grids) == 1 else None
         if scales is not None and scales.dtype != self.io_type:
             scales = None

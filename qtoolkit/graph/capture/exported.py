@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import FunctionSchema, Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.fx.node import Argument
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
@@ -114,15 +115,21 @@ def _captured(model: nn.Module, example_inputs: object, called: Mapping[nn.Modul
             f"prepare: torch.export cannot capture {type(model).__name__} ({type(error).__name__}: {first_line(error)}); "
             f"{WITHOUT_TRACING}."
         ) from error
-    exported = program.module()
+    exported = graph_of(program)
     _check_ops(model, exported)
-    for node in exported.graph.find_nodes(op="call_module", target=GUARDS):
-        exported.graph.erase_node(node)
     call_layers(exported.graph, calls)
     for node in list(exported.graph.nodes):
         if calls_aten(node):
             _call_torch(node)
     return exported
+
+
+def graph_of(program: ExportedProgram) -> fx.GraphModule:
+    """Return the graph of a program as a module, without torch.export's check of the inputs."""
+    module = program.module()
+    for node in module.graph.find_nodes(op="call_module", target=GUARDS):
+        module.graph.erase_node(node)
+    return module
 
 
 def calls_aten(node: fx.Node) -> bool:
