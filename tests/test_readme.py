@@ -50,7 +50,7 @@ def test_the_figures_and_the_plot_are_those_of_the_results(tmp_path: Path) -> No
         assert text.split(begin)[1].split(front_page.END)[0].strip().splitlines() == lines
     accuracy, deployment, training = front_page.opening_of(figures)
     assert "%" in accuracy
-    assert "file size" in deployment
+    assert "smaller" in deployment
     assert "step" in training
     pytest.importorskip("matplotlib", reason="needs matplotlib, which is not installed")
     front_page.draw(figures, tmp_path / "fresh.svg")
