@@ -31,8 +31,8 @@ IS_SOURCE = "sdist" in sys.argv
 INCLUDED = (".cpp", ".h", ".cuh")
 INSTRUCTION_SETS = ("avx2", "avx512", "plain")
 FILES_OF_A_UNIT = 5  # a folder with fewer has no translation unit of its own
-# Units that only register, record and call: their templates are what takes long, and a step spends nothing in them.
-QUICKLY = ("autograd", "others")
+# Units that only register, check, record and call: their templates are what takes long, and a step spends nothing in them.
+QUICKLY = ("autograd", "layer", "others", "quantize", "unit")
 TYPES_WITH_CUDA = {"0": False, "1": True}
 # What QTOOLKIT_SANITIZE may name (make sanitize): flags, and what is compiled in beside the library.
 SANITIZERS = {

@@ -13,16 +13,23 @@ struct FirstVectors {
   QT_FN FirstVectors of(int n) { return {(n + kLanes<A> - 1) / kLanes<A> * kLanes<A>}; }
 };
 
-// Calls f(i) for these vectors. The numbers are constants, so that an array of vectors may stay in registers.
+// Calls f(i) for these vectors. The numbers are constants, so that an array of vectors may stay in registers; but not in
+// the plain kernels, where a chunk has as many vectors as the processor has registers.
+#if QT_BYTES > 16
+#define QT_UNROLLED _Pragma("GCC unroll 8")
+#else
+#define QT_UNROLLED
+#endif
+
 template <class A, class F>
 QT_FN void for_vectors(AllVectors, F f) {
-#pragma GCC unroll 16
+  QT_UNROLLED
   for (int i = 0; i < kVectors<A>; ++i) f(i);
 }
 
 template <class A, class F>
 QT_FN void for_vectors(FirstVectors<A> vectors, F f) {
-#pragma GCC unroll 16
+  QT_UNROLLED
   for (int i = 0; i < kVectors<A>; ++i) {
     if (i * kLanes<A> < vectors.elements) f(i);
   }

@@ -261,6 +261,20 @@ struct Target {
   Dtype dtype;
 };
 
+template <class A, class T>
+constexpr Dtype kStored = std::is_same<T, bf16>::value  ? Dtype::bf16
+                          : std::is_same<T, f16>::value ? Dtype::f16
+                                                        : kNative<A>;
+
+template <class A, class T>
+QT_FN Source source_of(const T* data) {
+  return {data, kStored<A, T>};
+}
+template <class A, class T>
+QT_FN Target target_of(T* data) {
+  return {data, kStored<A, T>};
+}
+
 template <class A>
 QT_FN Source at(Source from, int64_t i) {
   return {at<A>(static_cast<const char*>(from.data), bytes_of<A>(from.dtype, i)), from.dtype};

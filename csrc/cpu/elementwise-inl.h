@@ -5,11 +5,15 @@
 #include "chunk-inl.h"
 #include "scales-inl.h"
 
-// Whether a functor is one of almost every training step. Its loops are compiled for each storage type, and inlined
-// into the walks over channels; the others share walks and loops, as all do in the plain kernels.
+// Whether a functor is one of almost every training step. Its loops over chunks of one or two channels are compiled for
+// each storage type, and inlined into the walks over channels; all other loops are shared, as all are in the plain
+// kernels.
 template <class Functor>
 constexpr bool kInEachStep = QT_BYTES > 16 && (std::is_same<Functor, IntegerFunctor<float, Vector<float>>>::value ||
                                                std::is_same<Functor, LearnedGradient<float, Vector<float>>>::value);
+
+template <class A, class Grid>
+constexpr bool kFewChannels = std::is_same<Grid, UniformGrid<A>>::value || std::is_same<Grid, SplitGrid<A>>::value;
 
 // Consecutive chunks of an elementwise kernel. X and Y are pointers, or Source and Target.
 template <class X, class Y>
@@ -82,7 +86,14 @@ void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
   if constexpr (kInEachStep<F>) {
     const auto run = [&](auto masked, auto codes) {
       map_elements<true, A>(args, begin, end, [&](const auto& grid, const auto& chunks) {
-        map_chunks<A, masked.value, codes.value>(chunks, grid, functor);
+        using Grid = typename std::decay<decltype(grid)>::type;
+        if constexpr (kFewChannels<A, Grid>) {
+          map_chunks<A, masked.value, codes.value>(chunks, grid, functor);
+        } else {
+          map_shared<A, F, Grid>(grid, &functor,
+                                 {chunks.count, source_of<A>(chunks.x), target_of<A>(chunks.y), chunks.stream,
+                                  chunks.codes, chunks.mask});
+        }
       });
     };
     if (args.codes != nullptr) return run(std::true_type{}, std::true_type{});

@@ -260,7 +260,13 @@ void learned_backward_with(const KernelArgs& args, int64_t begin, int64_t end) {
   if constexpr (kInEachStep<F>) {
     walk_learned<true, A, kZeroPoint>(
         args, begin, end, [&](const auto& grid, auto dx, auto x, auto grad, int chunks, bool stream, A* ds, A* dz) {
-          learned_chunks<A, kZeroPoint>(dx, x, grad, chunks, stream, grid, functor, ds, dz);
+          using Grid = typename std::decay<decltype(grid)>::type;
+          if constexpr (kFewChannels<A, Grid>) {
+            learned_chunks<A, kZeroPoint>(dx, x, grad, chunks, stream, grid, functor, ds, dz);
+          } else {
+            learned_shared<A, kZeroPoint, F, Grid>(grid, &functor, target_of<A>(dx), source_of<A>(x),
+                                                   source_of<A>(grad), chunks, stream, ds, dz);
+          }
         });
   } else {
     const Loops<A, Target, Source, Source, int, bool, A*, A*> loops = {
