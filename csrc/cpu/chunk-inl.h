@@ -13,8 +13,8 @@ struct FirstVectors {
   QT_FN FirstVectors of(int n) { return {(n + kLanes<A> - 1) / kLanes<A> * kLanes<A>}; }
 };
 
-// Calls f(i) for these vectors. The numbers are constants, so that an array of vectors may stay in registers; but not in
-// the plain kernels, where a chunk has as many vectors as the processor has registers.
+// Calls f(i) for these vectors. The numbers are constants, so that an array of vectors may stay in registers; but not
+// in the plain kernels, where a chunk has as many vectors as the processor has registers.
 #if QT_BYTES > 16
 #define QT_UNROLLED _Pragma("GCC unroll 8")
 #else

@@ -90,9 +90,9 @@ void elementwise(const KernelArgs& args, int64_t begin, int64_t end) {
         if constexpr (kFewChannels<A, Grid>) {
           map_chunks<A, masked.value, codes.value>(chunks, grid, functor);
         } else {
-          map_shared<A, F, Grid>(grid, &functor,
-                                 {chunks.count, source_of<A>(chunks.x), target_of<A>(chunks.y), chunks.stream,
-                                  chunks.codes, chunks.mask});
+          map_shared<A, F, Grid>(
+              grid, &functor,
+              {chunks.count, source_of<A>(chunks.x), target_of<A>(chunks.y), chunks.stream, chunks.codes, chunks.mask});
         }
       });
     };
