@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export.files.quantizer_nodes import quantizer_nodes
-from qtoolkit.export.float16 import computing_in_float16
+from qtoolkit.export.float16 import PRODUCTS, ProductsInFloat32, computing_in_float16
 from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, by_quantizer
 from qtoolkit.nn import QuantConv2d
 from qtoolkit.op_kinds.float32 import FLOAT32_OPS
@@ -638,3 +638,17 @@ def test_squares_of_a_norm_written_by_hand_do_not_overflow(tmp_path: Path, norm:
     wanted = model(x).detach()
     assert (y - wanted).abs().max() < 0.02 * wanted.abs().max()
     assert not qt.export.lint(result.path, "tensorrt")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("function", [F.conv2d, F.linear, torch.matmul, Tensor.__matmul__])
+def test_products_are_rounded_once_as_in_onnxruntime(function: Any, dtype: torch.dtype) -> None:
+    assert function in PRODUCTS
+    shapes = ((2, 8, 9, 9), (4, 8, 3, 3)) if function is F.conv2d else ((5, 256), (256, 256))
+    x, weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes)
+    with ProductsInFloat32():
+        y = function(x, weight)
+        assert y.dtype == dtype
+        assert torch.equal(y, function(x.float(), weight.float()).to(dtype))
+        with pytest.raises(RuntimeError, match="dtype|type"):
+            function(x, weight.float())

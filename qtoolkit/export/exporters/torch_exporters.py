@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qtoolkit.errors import first_line, present, warn
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
+from qtoolkit.export.float16 import ProductsInFloat32
 from qtoolkit.export.inputs import DynamicShapes, Inputs, by_name
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
@@ -50,7 +51,7 @@ class ExportRequest:
     @torch.no_grad()
     def run(self) -> object:
         """Return the outputs of the model for its inputs."""
-        with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"):
+        with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"), ProductsInFloat32():
             return self.model(*self.inputs.args, **self.inputs.kwargs)
 
 

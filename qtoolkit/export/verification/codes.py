@@ -56,8 +56,10 @@ class CodeCount:
     @classmethod
     def of(cls, ours: Array, theirs: Array, near: Array | bool = False) -> "CodeCount":
         """Compare two arrays of quantized values; `near` marks values near a rounding boundary."""
-        gap = np.abs(np.asarray(ours, np.int64) - np.asarray(theirs, np.int64))
-        return cls(gap.size, int((gap > 0).sum()), int(gap.max(initial=0)), int(((gap == 1) & near).sum()))
+        ours, theirs, close = np.broadcast_arrays(ours, theirs, near)
+        differing = ours != theirs
+        gap = np.abs(ours[differing].astype(np.int64) - theirs[differing].astype(np.int64))
+        return cls(differing.size, gap.size, int(gap.max(initial=0)), int(((gap == 1) & close[differing]).sum()))
 
     def allowed(self, share: float) -> float:
         """Return how many values may differ for an allowed share; at least one, for small tensors."""

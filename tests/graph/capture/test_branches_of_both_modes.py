@@ -239,6 +239,32 @@ def test_a_head_of_training_mode_that_is_set_to_it_alone_keeps_its_statistics(wh
     assert "auxiliary.0.1.running_mean" in changed
 
 
+class DropsInTraining(nn.Module):
+    """A head of training mode with dropouts by function, one of which reads the mode of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head, self.last = Unit(3, 8), nn.Conv2d(8, 2, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        if not self.training:
+            return self.last(x)
+        head = self.head(nn.functional.dropout2d(nn.functional.dropout(x), 0.2, True))
+        return self.last(nn.functional.dropout(x, 0.1, self.training)), head
+
+
+def test_dropouts_of_training_mode_alone_draw_no_random_numbers_in_eval_mode() -> None:
+    prepared, x = prepared_of(DropsInTraining, training=True).eval(), images()
+    before = torch.get_rng_state()
+    prepared(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = (prepared.train()(x) for _ in range(2))
+    assert not torch.equal(torch.get_rng_state(), before)
+    for one, two in zip(first, second, strict=True):
+        assert not torch.equal(one, two)
+
+
 def test_training_mode_does_not_run_what_eval_mode_alone_takes() -> None:
     prepared, calls = prepared_of(Chooses, training=True), []
     prepared.get_submodule("block.narrow.0").register_forward_hook(lambda *_: calls.append("narrow"))

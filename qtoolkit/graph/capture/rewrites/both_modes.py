@@ -86,10 +86,12 @@ def merge(
     merging = _Merge(own, other, branching, mode_of)
     try:
         merging.align()
-        chosen = list(merging.choices())
+        chosen, dropouts = list(merging.choices()), merging.dropouts()
     except UnlikeError:
         merging.undo()
         return False
+    for node, owner in dropouts.items():
+        _read_mode(node, mode_of(owner))
     for node, owners, args, kwargs in chosen:
         _put_choices(node, owners, args, kwargs, mode_of)
     return True
@@ -269,6 +271,11 @@ class _Merge:
             raise UnlikeError
         return found[0]
 
+    def dropouts(self) -> dict[fx.Node, nn.Module]:
+        """Return the dropouts that training mode alone has, each with the submodule whose mode decides."""
+        alone = [node for node in (*self.alone, *self.copies) if node.target in DROPOUTS]
+        return {node: self._owner(node) for node in alone if self._trains(node)}
+
     # ---- nodes of one mode alone
 
     def _is_alone(self, node: fx.Node) -> bool:
@@ -372,11 +379,19 @@ def _put_choices(
         owner = owners[value]
         in_training, in_eval = value.in_modes(owner.training)
         if isinstance(in_training, fx.Node) and in_training.target in DROPOUTS and in_training.args[:1] == (in_eval,):
-            in_training.update_kwarg("training", mode_of(owner))
-            return in_training
+            return in_training  # it reads the mode
         return _choice(node, mode_of(owner), in_training, in_eval)
 
     node.args, node.kwargs = map_leaves(args, written), map_leaves(kwargs, written)
+
+
+def _read_mode(dropout: fx.Node, mode: fx.Node) -> None:
+    """Let a dropout that is always on draw no random numbers in eval mode."""
+    input_and_p, rest = dropout.args[:2], dropout.args[2:]
+    if rest:
+        dropout.args = (*input_and_p, mode if rest[0] is True else rest[0], *rest[1:])
+    elif dropout.kwargs.get("training", True) is True:
+        dropout.update_kwarg("training", mode)
 
 
 def note_training_mode(graph: fx.Graph) -> None:
