@@ -1,7 +1,7 @@
 """Convert a converted model to float16, for export to float16 files and for their verification."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,6 @@ from qtoolkit.model_inputs import naming_misfits, split, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, removing
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.spec_ops import range_of
-
-Function = Callable[..., Any]
 
 LARGEST, SMALLEST = 65504.0, 2.0**-24
 HALVES = (torch.float16, torch.bfloat16)
@@ -70,9 +68,15 @@ class ProductsInFloat32(TorchFunctionMode):
     Without instructions for 16-bit floats, PyTorch takes 6 to 25 times as long for them as for float32.
     """
 
-    def __torch_function__(self, function: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        function: Callable[..., Tensor],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Call a function of torch."""
-        given = (args, kwargs or {})
+        given: tuple[Sequence[object], dict[str, object]] = (args, dict(kwargs or {}))
         tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)] if function in PRODUCTS else []
         found = {(x.dtype, x.is_cpu) for x in tensors}
         if not any(found == {(half, True)} for half in HALVES):  # torch refuses other types beside each other

@@ -201,7 +201,7 @@ def test_fusing_keeps_the_quantizers() -> None:
 
 def test_other_models_are_refused() -> None:
     with pytest.raises(
-        TypeError, match=r"heads Classify, Detect, .*, RTDETRDecoder; got WorldModel with WorldDetect\. qtool"
+        TypeError, match=r"heads Classify, Detect, .*, RTDETRDecoder; got WorldModel with WorldDetect\. For other"
     ):
         integration.quantize(tasks.WorldModel("yolov8s-worldv2.yaml", verbose=False))
     with pytest.raises(TypeError, match=r"RTDETRDecoder; got Linear\."):
