@@ -61,13 +61,13 @@ def calibrated(model: nn.Module, batches: list[Any], backend: str = "tensorrt10"
     return replaced
 
 
-def in_training(road: str, config: qt.QConfig, model: nn.Module, x: Tensor, **options: Any) -> nn.Module:
+def in_training(route: str, config: qt.QConfig, model: nn.Module, x: Tensor, **options: Any) -> nn.Module:
     """Return a model prepared ("graph") or replaced, calibrated on x, in training mode; for TensorRT if no backend is given."""
     torch.manual_seed(0)
     model, options = (
         model.train(),
         {"backend": "tensorrt10", "qconfig_mapping": qt.QConfigMapping().set_global(config)} | options,
     )
-    of_road = qt.prepare(model, (x,), **options) if road == "graph" else qt.quant_modules.replace(model, **options)
-    qt.calibrate(of_road.eval(), [x], progress=False)
-    return of_road.train()
+    of_route = qt.prepare(model, (x,), **options) if route == "graph" else qt.quant_modules.replace(model, **options)
+    qt.calibrate(of_route.eval(), [x], progress=False)
+    return of_route.train()

@@ -125,14 +125,14 @@ def test_a_model_around_a_prepared_one_has_its_backend(tmp_path: Path) -> None:
     assert found.dequantize_nodes > found.quantize_nodes
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace", "initialize"])
-def test_an_export_follows_the_backend_that_a_model_records(road: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace", "initialize"])
+def test_an_export_follows_the_backend_that_a_model_records(route: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="runs exported files; install the extra [onnx]")
-    if road == "initialize":
+    if route == "initialize":
         with qt.quant_modules.initialize(backend="onnxruntime"):
             model = net()
     else:
-        model = (qt.prepare if road == "prepare" else qt.quant_modules.replace)(net(), backend="onnxruntime")
+        model = (qt.prepare if route == "prepare" else qt.quant_modules.replace)(net(), backend="onnxruntime")
     qt.calibrate(model, [X], progress=False)
     path, converted = tmp_path / "model.onnx", qt.convert(model)
     found = qt.export_onnx(converted, X, path, progress=False)

@@ -67,9 +67,9 @@ def test_a_batch_is_passed_by_its_type(batches: list[object], forward: object) -
         ({"image": torch.ones(SHAPE)}, r"missing a required argument: 'x'; .* model\(batch\['image'\]\)"),
     ],
 )
-@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
-def test_a_batch_with_more_than_labels_says_what_to_pass(road, batch: object, words: str) -> None:
-    model = road(nets.trained(nets.ConvNet(), *SHAPE), backend="tensorrt10")
+@pytest.mark.parametrize("route", [qt.prepare, qt.quant_modules.replace])
+def test_a_batch_with_more_than_labels_says_what_to_pass(route, batch: object, words: str) -> None:
+    model = route(nets.trained(nets.ConvNet(), *SHAPE), backend="tensorrt10")
     match = rf"calibrate: a batch does not match ConvNet\.forward\(.*x.*\).*: {words}"
     with pytest.raises(TypeError, match=match):
         qt.calibrate(model, [batch], progress=False)
@@ -238,14 +238,14 @@ def test_an_error_leaves_all_ranges_and_switches(qconfig: qt.QConfig, calibrated
     qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("qconfig", [qt.backends["tensorrt10"].qconfig, LEARNED, HISTOGRAM])
-def test_a_loop_of_ones_own_gives_the_ranges_of_calibrate(road: str, qconfig: qt.QConfig) -> None:
+def test_a_loop_of_ones_own_gives_the_ranges_of_calibrate(route: str, qconfig: qt.QConfig) -> None:
     model, mapping = nets.trained(nets.ConvNet(), *SHAPE).eval(), qt.QConfigMapping().set_global(qconfig)
     mapping.set_module_name("up", None)
     made = (
         qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
     )
     batches, other = [torch.randn(SHAPE), 2 * torch.randn(SHAPE)], copy.deepcopy(made)
@@ -352,18 +352,18 @@ def on_meta(model: nn.Module, prepare) -> nn.Module:
 
 
 @pytest.mark.parametrize("quantizer", ["lsq", "pact"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("made", [late, on_meta])
-def test_weights_that_are_set_after_prepare_train_as_those_that_were_there(made, road: str, quantizer: str) -> None:
+def test_weights_that_are_set_after_prepare_train_as_those_that_were_there(made, route: str, quantizer: str) -> None:
     """Such as those of a loader that copies each parameter: rates of scales were those of the weights before."""
     model, x = WithFunction().train(), torch.randn(4, 3, 8, 8)
     spec = qt.QuantSpec(bits=4, quantizer=quantizer)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, spec))
-    roads = {
+    routes = {
         "prepare": lambda m: qt.prepare(m, qconfig_mapping=mapping, backend="tensorrt10"),
         "replace": lambda m: qt.quant_modules.replace(m, mapping, backend="tensorrt10"),
     }
-    expected, ours = roads[road](model), made(model, roads[road])
+    expected, ours = routes[route](model), made(model, routes[route])
     set_weights(ours, model)
     for each in (expected, ours):
         qt.calibrate(each, [x], progress=False)

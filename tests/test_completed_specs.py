@@ -30,13 +30,13 @@ def completed(backend: str, of: str, **fields: Any) -> qt.QuantSpec:
     return qt.QuantSpec(**fields).completed(base)
 
 
-ROADS = {
+ROUTES = {
     "traced": lambda mapping, backend: qt.prepare(net(), X, backend=backend, qconfig_mapping=mapping),
     "replaced": lambda mapping, backend: qt.quant_modules.replace(net(), mapping, backend=backend),
 }
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("backend", "activation", "weight"),
     [
@@ -49,8 +49,8 @@ ROADS = {
         ("stpu", "int8 narrow lsq", "int4 narrow lsq"),
     ],
 )
-def test_a_rule_says_only_what_it_changes(road: str, backend: str, activation: str, weight: str) -> None:
-    model = ROADS[road](qt.QConfigMapping().set_global(LSQ), backend)
+def test_a_rule_says_only_what_it_changes(route: str, backend: str, activation: str, weight: str) -> None:
+    model = ROUTES[route](qt.QConfigMapping().set_global(LSQ), backend)
     specs = {name: quantizer.spec.describe() for name, quantizer in qt.quantizers_of(model).items()}
     assert {spec for name, spec in specs.items() if "weight" in name} == {weight}
     assert {spec for name, spec in specs.items() if "weight" not in name} == {activation}
@@ -115,12 +115,12 @@ def test_what_does_not_fit_the_backend_is_an_error() -> None:
         qt.prepare(net(), X, backend="nnie", qconfig_mapping=everywhere(None, qt.QuantSpec(bits=4)))
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_an_axis_that_is_left_out_is_the_output_channel_of_every_layer(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_an_axis_that_is_left_out_is_the_output_channel_of_every_layer(route: str) -> None:
     def scales(spec: qt.QuantSpec) -> int:
         rules: Any = qt.QConfigMapping().set_module_name("0", qt.QConfig(qt.QuantSpec(), spec))
         model: nn.Module = nn.Sequential(nn.ConvTranspose2d(4, 6, 3))
-        if road == "replace":
+        if route == "replace":
             model = qt.quant_modules.replace(model, rules, backend="onnxruntime")
         else:
             model = qt.prepare(model, torch.rand(1, 4, 5, 5), backend="onnxruntime", qconfig_mapping=rules)

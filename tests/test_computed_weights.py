@@ -55,7 +55,7 @@ def apply(kind: str, model: nn.Module) -> None:
 
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-ROADS: dict[str, Callable[[nn.Module], nn.Module]] = {
+ROUTES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "prepare": lambda model: qt.prepare(model, (X,), "onnxruntime"),
     "replace": lambda model: qt.quant_modules.replace(model, backend="onnxruntime"),
     "fuse and replace": lambda model: qt.quant_modules.replace(
@@ -79,13 +79,13 @@ def train(model: nn.Module, steps: int = 3) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_computed_weights_go_through_every_step(kind: str, road: str, training: bool, late: bool) -> None:
+def test_computed_weights_go_through_every_step(kind: str, route: str, training: bool, late: bool) -> None:
     model = net("" if late else kind).train(training)
     before = copy.deepcopy(model.state_dict())
     expected = twin_output(model)
-    ours = ROADS[road](model)
+    ours = ROUTES[route](model)
     if late:
         apply(kind, ours)
         with qt.disable_quantization(ours):
@@ -134,9 +134,9 @@ def test_they_are_exported(kind: str, tmp_path) -> None:
     assert qt.export_onnx(ours.eval(), X, str(tmp_path / "model.onnx")).verification is not None
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_masks_stay_in_training(road: str) -> None:
-    ours = ROADS[road](net("pruned").train())
+@pytest.mark.parametrize("route", ROUTES)
+def test_masks_stay_in_training(route: str) -> None:
+    ours = ROUTES[route](net("pruned").train())
     qt.calibrate(ours, [X], progress=False)
     before = zeros(ours)
     train(ours)
@@ -156,9 +156,9 @@ def test_a_mask_stays_where_a_batch_norm_is_folded() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["pruned", "weight_norm", "squashed"])
-@pytest.mark.parametrize("road", ROADS)
-def test_eval_takes_the_range_of_the_weight_after_the_last_step(kind: str, road: str) -> None:
-    ours = ROADS[road](net(kind).train())
+@pytest.mark.parametrize("route", ROUTES)
+def test_eval_takes_the_range_of_the_weight_after_the_last_step(kind: str, route: str) -> None:
+    ours = ROUTES[route](net(kind).train())
     qt.calibrate(ours, [X], progress=False)
     train(ours, 1)
     layer = ours.eval().get_submodule("3")
@@ -196,12 +196,12 @@ DRAWN: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def in_training(kind: str, road: str) -> tuple[nn.Module, nn.Module]:
+def in_training(kind: str, route: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).train()
     for name in ("0", "3"):
         DRAWN[kind](model.get_submodule(name))
-    ours = ROADS[road](model)
+    ours = ROUTES[route](model)
     qt.calibrate(ours, [X], progress=False)
     return model, ours.train()
 
@@ -212,12 +212,12 @@ def output(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("kind", DRAWN)
-def test_a_forward_in_training_computes_each_weight_once(kind: str, road: str, compiled: bool) -> None:
+def test_a_forward_in_training_computes_each_weight_once(kind: str, route: str, compiled: bool) -> None:
     """Several draws were taken for the range, for the codes and for the size of a weight, which have to be of one."""
     torch.compiler.reset()
-    model, ours = in_training(kind, road)
+    model, ours = in_training(kind, route)
     str(qt.quantization_report(ours))  # and asking changes nothing
     called = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
     expected, y = output(model), output(called)
@@ -232,9 +232,9 @@ def test_a_forward_in_training_computes_each_weight_once(kind: str, road: str, c
     )
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_loading_takes_the_range_of_a_weight_without_a_step_of_its_parametrization(road: str) -> None:
-    model, ours = in_training("spectral_norm", road)
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_loading_takes_the_range_of_a_weight_without_a_step_of_its_parametrization(route: str) -> None:
+    model, ours = in_training("spectral_norm", route)
     output(model)
     ours.load_state_dict(model.state_dict())
     state = ours.state_dict()

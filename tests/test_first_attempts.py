@@ -351,7 +351,7 @@ def test_a_layer_with_two_names_is_excluded_by_either() -> None:
     ("exclude", "error", "words"),
     [
         ("con", ValueError, "exclude: unknown layer 'con'; did you mean 'conv'"),
-        (r"cnov\d", ValueError, r"exclude: the regular expression 'cnov\\\\d' matches no layer's full name"),
+        (r"cnov\d", ValueError, r"exclude: the regular expression 'cnov\\d' matches no layer's full name"),
         ("*.conv", ValueError, r"'\*\.conv' is not a regular expression: .* \('\.\*' stands for any characters\)"),
         (5, TypeError, "exclude must contain names, regular expressions, module types and functions, got 5"),
         ([None], TypeError, "exclude must contain names, regular expressions, module types and functions, got None"),

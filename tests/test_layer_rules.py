@@ -45,14 +45,14 @@ class Net(nn.Module):
 
 
 LAYERS = ("block.fc", "block.inner.fc", "block.inner.conv", "shared", "last")
-ROADS: dict[str, Callable[[qt.QConfigMapping], nn.Module]] = {
+ROUTES: dict[str, Callable[[qt.QConfigMapping], nn.Module]] = {
     "traced": lambda mapping: qt.prepare(Net(), qconfig_mapping=mapping, backend="tensorrt10"),
     "block is a leaf module": lambda mapping: qt.prepare(
         Net(), qconfig_mapping=mapping, untraced=["block"], backend="tensorrt10"
     ),
     "replaced": lambda mapping: qt.quant_modules.replace(Net(), mapping, backend="tensorrt10"),
 }
-over_roads = pytest.mark.parametrize("road", ROADS.values(), ids=ROADS)
+over_routes = pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
 
 
 def bits(model: nn.Module) -> tuple[int | None, ...]:
@@ -60,7 +60,7 @@ def bits(model: nn.Module) -> tuple[int | None, ...]:
     return tuple(None if quantizer is None else quantizer.spec.bits for quantizer in quantizers)
 
 
-@over_roads
+@over_routes
 @pytest.mark.parametrize(
     ("mapping", "expected"),
     [
@@ -78,22 +78,22 @@ def bits(model: nn.Module) -> tuple[int | None, ...]:
         (qt.QConfigMapping().set_global(None).set_module_name("block.inner.conv", W4), (None, None, 4, None, None)),
     ],
 )
-def test_a_rule_means_the_same_on_every_road(
-    road: Callable[[qt.QConfigMapping], nn.Module], mapping: qt.QConfigMapping, expected: tuple[int | None, ...]
+def test_a_rule_means_the_same_on_every_route(
+    route: Callable[[qt.QConfigMapping], nn.Module], mapping: qt.QConfigMapping, expected: tuple[int | None, ...]
 ) -> None:
-    assert bits(road(mapping)) == expected
+    assert bits(route(mapping)) == expected
 
 
-@over_roads
-def test_names_of_one_layer_with_different_configs_are_refused(road: Callable[[qt.QConfigMapping], nn.Module]) -> None:
+@over_routes
+def test_names_of_one_layer_with_different_configs_are_refused(route: Callable[[qt.QConfigMapping], nn.Module]) -> None:
     with pytest.raises(ValueError, match="'shared', 'same' are names of one module, and the mapping has different"):
-        road(qt.QConfigMapping().set_module_name("shared", W4).set_module_name("same", W6))
+        route(qt.QConfigMapping().set_module_name("shared", W4).set_module_name("same", W6))
 
 
-@over_roads
-def test_a_name_that_the_model_does_not_have_is_refused(road: Callable[[qt.QConfigMapping], nn.Module]) -> None:
+@over_routes
+def test_a_name_that_the_model_does_not_have_is_refused(route: Callable[[qt.QConfigMapping], nn.Module]) -> None:
     with pytest.raises(ValueError, match=r"unknown layer 'block.iner'; did you mean 'block.inner"):
-        road(qt.QConfigMapping().set_module_name("block.iner", None))
+        route(qt.QConfigMapping().set_module_name("block.iner", None))
 
 
 class Sums(nn.Module):
@@ -140,11 +140,11 @@ def test_a_rule_for_a_module_does_not_bring_in_ops_that_the_target_leaves_in_flo
     assert [(line.kind, line.status) for line in report.layers] == [("softmax", "float"), ("linear", "quantized")]
 
 
-@over_roads
-def test_a_layer_type_of_the_users_own_is_quantized_on_every_road(
-    road: Callable[[qt.QConfigMapping], nn.Module],
+@over_routes
+def test_a_layer_type_of_the_users_own_is_quantized_on_every_route(
+    route: Callable[[qt.QConfigMapping], nn.Module],
 ) -> None:
-    model = road(qt.QConfigMapping().set_object_type(nn.Linear, W4))
+    model = route(qt.QConfigMapping().set_object_type(nn.Linear, W4))
     assert bits(model) == (4, 4, 8, 4, 4)
 
 
@@ -196,26 +196,26 @@ EXPLICIT = {
 }
 
 
-def quantized_up(mapping: qt.QConfigMapping | None, backend: str, road: str) -> nn.Module:
-    if road == "prepare":
+def quantized_up(mapping: qt.QConfigMapping | None, backend: str, route: str) -> nn.Module:
+    if route == "prepare":
         return qt.prepare(Up(), backend=backend, qconfig_mapping=mapping)
     return qt.quant_modules.replace(Up(), mapping, backend=backend)
 
 
-def scales_of(mapping: qt.QConfigMapping | None, backend: str, road: str) -> int:
-    model = quantized_up(mapping, backend, road)
+def scales_of(mapping: qt.QConfigMapping | None, backend: str, route: str) -> int:
+    model = quantized_up(mapping, backend, route)
     return model.get_submodule("up").weight_quantizer.scale.numel()
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("rule", EXPLICIT.values(), ids=EXPLICIT)
 @pytest.mark.parametrize(("backend", "wrong", "channel"), [("tensorrt10", 0, "output"), ("tensorrt8", 1, "input")])
 def test_an_axis_that_the_target_does_not_take_gives_a_warning(
-    rule: Callable[[qt.QConfig], qt.QConfigMapping], backend: str, wrong: int, channel: str, road: str
+    rule: Callable[[qt.QConfig], qt.QConfigMapping], backend: str, wrong: int, channel: str, route: str
 ) -> None:
     words = rf"axis={wrong} of a transposed .+; {backend} takes a scale for each {channel} channel: axis={1 - wrong}\."
     with pytest.warns(UserWarning, match=words):
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=wrong))), backend, road) == (4, 6)[wrong]
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=wrong))), backend, route) == (4, 6)[wrong]
 
 
 @pytest.mark.filterwarnings("ignore:.*transposed convolution")
@@ -226,16 +226,16 @@ def test_lint_finds_an_axis_that_the_target_does_not_take() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_the_axis_that_the_target_takes_gives_none(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_the_axis_that_the_target_takes_gives_none(route: str) -> None:
     for rule in EXPLICIT.values():
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))), "tensorrt10", road) == 6
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))), "tensorrt8", road) == 4
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=None))), "tensorrt10", road) == 1
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt10", road) == 6
-        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt8", road) == 4
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=1))), "tensorrt10", route) == 6
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0))), "tensorrt8", route) == 4
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=None))), "tensorrt10", route) == 1
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt10", route) == 6
+        assert scales_of(rule(qt.QConfig(qt.QuantSpec(), qt.QuantSpec())), "tensorrt8", route) == 4
     for mapping in (None, qt.QConfigMapping().set_global(INT8)):  # axis 0 stands for the output channel
-        assert scales_of(mapping, "tensorrt10", road) == 6
+        assert scales_of(mapping, "tensorrt10", route) == 6
 
 
 # ---- names
@@ -259,7 +259,7 @@ class Stages(nn.Module):
 
 
 @pytest.mark.parametrize("name", [name for name, _ in Stages().named_modules(remove_duplicate=False) if name])
-def test_every_road_takes_the_name_of_every_submodule(name: str) -> None:
+def test_every_route_takes_the_name_of_every_submodule(name: str) -> None:
     mapping = qt.QConfigMapping().set_module_name(name, None)
     model = Stages().eval()
     prepared = qt.prepare(model, torch.randn(2, 8), qconfig_mapping=mapping, backend="tensorrt10")
@@ -330,15 +330,15 @@ class WithoutElements(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
-    "road",
+    "route",
     [
         lambda m, x: qt.prepare(m, (x,), backend="tensorrt10"),
         lambda m, x: qt.quant_modules.replace(m, backend="tensorrt10"),
     ],
 )
-def test_a_weight_without_elements_stays_in_float(road: Callable[[nn.Module, Tensor], nn.Module]) -> None:
+def test_a_weight_without_elements_stays_in_float(route: Callable[[nn.Module, Tensor], nn.Module]) -> None:
     x = torch.randn(5, 4)
-    model = road(WithoutElements(), x)
+    model = route(WithoutElements(), x)
     qt.calibrate(model, [x], progress=False)
     lines = {line.name: line for line in qt.quantization_report(model).layers}
     assert {lines[name].reason for name in "bc"} == {"float: its weight has no elements"}

@@ -59,13 +59,13 @@ def test_prepare_warns_once_with_sums(backend: str, mapping: qt.QConfigMapping, 
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "openvino", "xnnpack", "litert", "qnn", "academic"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("spec", [{"quantizer": "lsq"}, {"observer": "histogram"}], ids=str)
-def test_a_config_that_keeps_the_kernels_gives_no_warning(backend: str, road: str, spec: dict[str, Any]) -> None:
+def test_a_config_that_keeps_the_kernels_gives_no_warning(backend: str, route: str, spec: dict[str, Any]) -> None:
     mapping = everywhere(qt.QConfig(qt.QuantSpec(**spec), qt.QuantSpec(**spec)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if road == "prepare":
+        if route == "prepare":
             qt.prepare(net(), X, backend=backend, qconfig_mapping=mapping)
             qt.prepare(net(), X, backend=backend)
         else:

@@ -255,10 +255,10 @@ def quantized_linear() -> nn.Module:
     return qt.nn.QuantLinear(8, 3, weight_spec=qt.QuantSpec(axis=0))
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_a_quantized_layer_in_the_place_of_a_float_one_is_quantized(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_a_quantized_layer_in_the_place_of_a_float_one_is_quantized(route: str) -> None:
     mapping = qt.QConfigMapping().set_module_name("fc", None)
-    take = qt.prepare if road == "prepare" else qt.quant_modules.replace
+    take = qt.prepare if route == "prepare" else qt.quant_modules.replace
     ours = take(Edited(), qconfig_mapping=mapping, backend="tensorrt10")
     assert "fc" in {line.name for line in qt.quantization_report(ours).left_float}
     ours.fc = quantized_linear()

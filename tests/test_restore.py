@@ -35,18 +35,18 @@ CONFIGS = {
 }
 
 
-def quantized(road: str, config: str, training: bool, seed: int) -> nn.Module:
+def quantized(route: str, config: str, training: bool, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     spec = CONFIGS[config]()
     mapping = qt.QConfigMapping().set_global(spec) if spec is not None else None
     model = Net().train(training)
-    if road == "graph":
+    if route == "graph":
         return qt.prepare(model, X, backend="onnxruntime", qconfig_mapping=mapping)
     return qt.quant_modules.replace(model, backend="onnxruntime", qconfig_mapping=mapping)
 
 
-def converted(road: str, config: str, training: bool) -> nn.Module:
-    model = quantized(road, config, training, seed=0)
+def converted(route: str, config: str, training: bool) -> nn.Module:
+    model = quantized(route, config, training, seed=0)
     qt.calibrate(model, [X, X * 2], progress=False)
     if training:
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -55,12 +55,12 @@ def converted(road: str, config: str, training: bool) -> nn.Module:
     return qt.convert(model)
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
+@pytest.mark.parametrize("route", ["graph", "modules"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("training", [True, False])
-def test_restored_without_data(road: str, config: str, training: bool) -> None:
-    trained = converted(road, config, training)
-    restored = qt.convert(quantized(road, config, training, seed=1), state_dict=trained.state_dict())
+def test_restored_without_data(route: str, config: str, training: bool) -> None:
+    trained = converted(route, config, training)
+    restored = qt.convert(quantized(route, config, training, seed=1), state_dict=trained.state_dict())
     assert torch.equal(restored(X), trained(X))
     assert not restored.training
     found, wanted = restored.state_dict(), trained.state_dict()

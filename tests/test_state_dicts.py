@@ -314,13 +314,13 @@ def test_the_range_of_a_loaded_weight_is_that_with_the_loaded_batch_norm() -> No
 @pytest.mark.parametrize("kind", ["fixed", "lsq"])
 @pytest.mark.parametrize("how", ["to_empty", "assign"])
 @pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_a_model_made_on_the_meta_device_is_loaded(kind: str, how: str, quantized: bool, road: str) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_a_model_made_on_the_meta_device_is_loaded(kind: str, how: str, quantized: bool, route: str) -> None:
     def quantize(model: nn.Module) -> nn.Module:
         mapping = qt.QConfigMapping().set_global(
             qt.QConfig(qt.QuantSpec(quantizer=kind), qt.QuantSpec(axis=0, quantizer=kind))
         )
-        quantized = qt.prepare if road == "graph" else qt.quant_modules.replace
+        quantized = qt.prepare if route == "graph" else qt.quant_modules.replace
         return quantized(model.train(), qconfig_mapping=mapping, backend="onnxruntime")
 
     torch.manual_seed(0)

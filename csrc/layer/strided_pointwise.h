@@ -2,7 +2,7 @@
 //
 // oneDNN copies the input without what the stride leaves out before it computes the gradient of the weight, if each
 // stride divides the side of the input. With fewer channels than a vector has elements, it copies whole vectors after
-// the end of its memory (docs/troubleshooting.md). Without rows that no output reads, it takes another road, which
+// the end of its memory (docs/troubleshooting.md). Without rows that no output reads, it takes another route, which
 // gives the same sums. So it is for a transposed convolution, whose output is that input.
 #pragma once
 

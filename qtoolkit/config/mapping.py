@@ -172,7 +172,7 @@ class QConfigMapping:
             re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(
-                f"set_module_name_regex: {regex!r} is not a regular expression: {error} ('.*' stands for any "
+                f"set_module_name_regex: '{regex}' is not a regular expression: {error} ('.*' stands for any "
                 f"characters)."
             ) from None
         return self._set("module_name_regex", regex, qconfig)
@@ -290,7 +290,7 @@ class QConfigMapping:
         for regex in self.rules["module_name_regex"]:
             if not any(re.fullmatch(regex, name) for name in names):
                 raise ValueError(
-                    f"{what}: the regular expression {regex!r} matches no layer's full name. "
+                    f"{what}: the regular expression '{regex}' matches no layer's full name. "
                     f"Known: {', '.join(filter(None, names))}."
                 )
 

@@ -22,7 +22,7 @@ from qtoolkit.checkpoint import folder, loading
 from qtoolkit.tuning import QuantizationSchedule
 from tests import processes
 from tests.test_state_dicts import Net, X, prepared_net
-from tests.training.nets import ROADS, SHAPE, quantized, step
+from tests.training.nets import ROUTES, SHAPE, quantized, step
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -43,8 +43,8 @@ def everything(model: nn.Module) -> list[Tensor]:
 class Training:
     """A model with what a script trains it with; its data comes from torch's, NumPy's and Python's generators."""
 
-    def __init__(self, road: str, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        self.model = quantized(road, "lsq").train()
+    def __init__(self, route: str, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        self.model = quantized(route, "lsq").train()
         self.optimizer = optimizer(qt.parameter_groups(self.model, lr=1e-3))
         self.rate = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5])
         self.phases = QuantizationSchedule(self.model, observe=3, freeze_ranges=5)
@@ -68,19 +68,19 @@ OPTIMIZERS = [
 
 
 @each_kind
-@pytest.mark.parametrize(("road", "optimizer"), [(ROADS[0], 0), (ROADS[1], 0), (ROADS[0], 1), (ROADS[0], 2)])
+@pytest.mark.parametrize(("route", "optimizer"), [(ROUTES[0], 0), (ROUTES[1], 0), (ROUTES[0], 1), (ROUTES[0], 2)])
 @pytest.mark.parametrize("before", [2, 4])  # while it observes, and after
 def test_a_resumed_training_goes_on_bit_for_bit(
-    tmp_path: Path, kind: str, road: str, optimizer: int, before: int
+    tmp_path: Path, kind: str, route: str, optimizer: int, before: int
 ) -> None:
-    one = Training(road, OPTIMIZERS[optimizer])
+    one = Training(route, OPTIMIZERS[optimizer])
     one.train(before)
     qt.save_checkpoint(one.model, tmp_path / kind, one.optimizer, one.state)
     one.train(3)
     drawn = torch.rand(1), random.random(), np.random.rand()
 
     torch.manual_seed(5)
-    other = Training(road, OPTIMIZERS[optimizer])
+    other = Training(route, OPTIMIZERS[optimizer])
     found = qt.load_checkpoint(
         other.model, tmp_path / kind, other.optimizer, {"rate": other.rate, "phases": other.phases}
     )

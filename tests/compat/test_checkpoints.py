@@ -253,8 +253,8 @@ def test_compat_models_take_the_whole_checkpoint_themselves():
     assert torch.equal(model.conv(x), F.conv2d(first, weight, saved["conv.bias"]))
 
 
-@pytest.mark.parametrize("road", ["replace", "prepare"])
-def test_model_optimizers_axis_of_transposed_convolutions_by_the_config(road):
+@pytest.mark.parametrize("route", ["replace", "prepare"])
+def test_model_optimizers_axis_of_transposed_convolutions_by_the_config(route):
     """Its INT8_DEFAULT_CFG has axis 0 for weights of all layers."""
     model = nn.Sequential(nn.ConvTranspose2d(4, 6, 2), nn.Flatten(), nn.Linear(54, 2)).eval()
     amaxs = {
@@ -264,7 +264,7 @@ def test_model_optimizers_axis_of_transposed_convolutions_by_the_config(road):
     mapping = qt.QConfigMapping().set_object_type(nn.ConvTranspose2d, qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0)))
     quantized = (
         qt.quant_modules.replace(model, mapping, backend="tensorrt10")
-        if road == "replace"
+        if route == "replace"
         else qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
     )
     assert load_amax(quantized, amaxs) == ("0.weight_quantizer", "2.weight_quantizer")

@@ -225,30 +225,30 @@ class Drawing(nn.Module):
         return logits.argmax(1) if self.returns == "classes" else logits
 
 
-def on_road(road: str, model: nn.Module, x: torch.Tensor) -> nn.Module:
+def on_route(route: str, model: nn.Module, x: torch.Tensor) -> nn.Module:
     quantized = (
         qt.prepare(model, x, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(quantized, [x], progress=False)
     return quantized
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_both_models_draw_the_same_random_numbers(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_both_models_draw_the_same_random_numbers(route: str) -> None:
     model, x = Drawing().eval(), torch.randn(64, 16)
-    quantized, before = on_road(road, model, x), torch.get_rng_state()
+    quantized, before = on_route(route, model, x), torch.get_rng_state()
     result = qt.debug.compare(model, quantized, x, progress=False)
     assert torch.equal(torch.get_rng_state(), before)
     assert result.output.sqnr > 25
     assert all(layer.accumulated.sqnr > 25 for layer in result.layers)
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_models_that_return_classes_are_compared_by_these(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_models_that_return_classes_are_compared_by_these(route: str) -> None:
     model, x = Drawing("classes").eval(), torch.randn(64, 16)
-    quantized = on_road(road, model, x)
+    quantized = on_route(route, model, x)
     state = torch.get_rng_state()
     classes = model(x)
     torch.set_rng_state(state)

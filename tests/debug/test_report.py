@@ -1,4 +1,4 @@
-"""report(): what stands in the page equals plain computations; hostile names, both roads, all quantizers, errors."""
+"""report(): what stands in the page equals plain computations; hostile names, both routes, all quantizers, errors."""
 
 import json
 import re
@@ -69,11 +69,11 @@ class Content(HTMLParser):
 
 
 def calibrated(
-    model: nn.Module | None = None, road: str = "graph", backend: str = "tensorrt10", **options: Any
+    model: nn.Module | None = None, route: str = "graph", backend: str = "tensorrt10", **options: Any
 ) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model, x = (ConvNet() if model is None else model).eval(), torch.randn(SHAPE)
-    if road == "graph":
+    if route == "graph":
         quantized = qt.prepare(model, backend=backend, **options)
     else:
         quantized = qt.quant_modules.replace(model, options.get("qconfig_mapping"), backend="tensorrt10")
@@ -187,14 +187,14 @@ def test_sizes_and_operations_are_those_by_hand() -> None:
     assert [cell.text for cell in row][2:] == ["8 bits x 8 bits", "108", "432", "124", "-", "-"]
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_names_are_no_markup(road: str, tmp_path) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_names_are_no_markup(route: str, tmp_path) -> None:
     names = ["<script>alert(1)</script>", "'onload='alert(2)", "</script><img src=x>", "{{ 7 * 7 }}", "<b>", "&lt;"]
-    names += [] if road == "graph" else ['"onload="alert(2)', "a\\N{0}"]  # which torch.fx cannot trace
+    names += [] if route == "graph" else ['"onload="alert(2)', "a\\N{0}"]  # which torch.fx cannot trace
     model = nn.Sequential()
     for name in names:
         model.add_module(name, nn.Conv2d(3, 3, 1))
-    _, quantized = calibrated(model, road)
+    _, quantized = calibrated(model, route)
     bad = {"<img src=y onerror=alert(3)>": "<script>alert(4)</script>"}
     page = page_of(quantized, tmp_path, inputs=torch.randn(SHAPE), accuracy=bad)
     found = {tag for tag, _ in page.tags}
@@ -224,9 +224,9 @@ def test_nothing_is_fetched_and_two_pages_are_equal(tmp_path) -> None:
     assert page.text == page_of(prepared, tmp_path, inputs=x, float_model=model).text
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_the_model_stays_as_it_is(road: str, tmp_path) -> None:
-    model, quantized = calibrated(road=road)
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_the_model_stays_as_it_is(route: str, tmp_path) -> None:
+    model, quantized = calibrated(route=route)
     quantized.train()
     for quantizer in qt.quantizers_of(quantized).values():
         quantizer.observing = not quantizer.of_weight
@@ -249,7 +249,7 @@ def test_what_is_left_out_says_what_to_pass(tmp_path) -> None:
 
 
 def test_a_model_without_a_graph_has_a_tree(tmp_path) -> None:
-    model, replaced = calibrated(road="modules")
+    model, replaced = calibrated(route="modules")
     x = torch.randn(SHAPE)
     result = qt.debug.compare(model, replaced, x, progress=False)
     page = page_of(replaced, tmp_path, inputs=x, float_model=model)
@@ -284,18 +284,18 @@ class Mixed(nn.Module):
         return self.head(torch.softmax(y @ y.transpose(1, 2), -1) @ y)
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_layers_with_several_weights_and_indices(road: str, tmp_path) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_layers_with_several_weights_and_indices(route: str, tmp_path) -> None:
     model, x = Mixed().eval(), torch.randint(10, (2, 5))
     quantized = (
         qt.prepare(model, backend="tensorrt10")
-        if road == "graph"
+        if route == "graph"
         else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(quantized, [x], progress=False)
     page = page_of(quantized, tmp_path, inputs={"x": x})
     assert {"op attention", "op lstm", "op head"} <= set(page.details)
-    assert "lstm" in page.sections["weights"] or road == "graph"  # where it is float
+    assert "lstm" in page.sections["weights"] or route == "graph"  # where it is float
     converted = qt.convert(quantized)
     assert "Left in float" in page_of(converted, tmp_path, inputs=x).sections["float"]
 

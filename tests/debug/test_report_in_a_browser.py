@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """A report of each road, and one whose names are markup."""
+    """A report of each route, and one whose names are markup."""
     torch.manual_seed(0)
     folder, x = tmp_path_factory.mktemp("pages"), torch.randn(SHAPE)
     model, hostile = ConvNet().eval(), nn.Sequential().eval()

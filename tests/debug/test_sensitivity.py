@@ -285,10 +285,10 @@ def test_quantizers_that_a_module_calls_itself_have_no_row() -> None:
         qt.debug.sensitivity(own, lambda m: 1.0, progress=False)
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_a_converted_model_has_the_same_scores(three, road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_a_converted_model_has_the_same_scores(three, route: str) -> None:
     model, prepared, x = three
-    if road == "replace":
+    if route == "replace":
         prepared = calibrated(model, [x])
     error = error_of(model, x)
     results = [
@@ -390,8 +390,8 @@ def test_models_without_ranges_or_switches(three) -> None:
 # ---- the configs of the other layers
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_the_other_layers_keep_their_specs_and_observers(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_the_other_layers_keep_their_specs_and_observers(route: str) -> None:
     """By default the mapping extends the one that the model was prepared with."""
     torch.manual_seed(0)
     model, x = Three().eval(), torch.randn(32, 8)
@@ -401,7 +401,7 @@ def test_the_other_layers_keep_their_specs_and_observers(road: str) -> None:
     def quantized(mapping: qt.QConfigMapping) -> nn.Module:
         made = (
             qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
-            if road == "prepare"
+            if route == "prepare"
             else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
         )
         qt.calibrate(made, [x], progress=False)

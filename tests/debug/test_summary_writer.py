@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import qtoolkit as qt
-from tests.training.nets import ROADS, SHAPE, learned, step
+from tests.training.nets import ROUTES, SHAPE, learned, step
 
 
 class Recorded:
@@ -24,9 +24,9 @@ class Recorded:
         self.histograms.setdefault(tag, {})[global_step] = values
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_writer_gets_each_sampled_step_by_itself(road: str) -> None:
-    model, writer = learned(road), Recorded()
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_writer_gets_each_sampled_step_by_itself(route: str) -> None:
+    model, writer = learned(route), Recorded()
     quantizers = qt.quantizers_of(model)
     first = next(name for name, quantizer in quantizers.items() if not quantizer.of_weight)
     seen: dict[int, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""watch(): what is recorded equals a plain computation, on both roads, under checkpointing, AMP and compile; its errors."""
+"""watch(): what is recorded equals a plain computation, on both routes, under checkpointing, AMP and compile; its errors."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from tests.nets import settled
-from tests.training.nets import ROADS, SHAPE, learned, loss_of, step
+from tests.training.nets import ROUTES, SHAPE, learned, loss_of, step
 
 
 def sgd(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
@@ -44,9 +44,9 @@ class Calls:
 
 
 @pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
-@pytest.mark.parametrize("road", ROADS)
-def test_rows_equal_a_plain_computation(road: str, quantizer: str) -> None:
-    model = learned(road, quantizer)
+@pytest.mark.parametrize("route", ROUTES)
+def test_rows_equal_a_plain_computation(route: str, quantizer: str) -> None:
+    model = learned(route, quantizer)
     calls, optimizer = Calls(model), sgd(model)
     watched = qt.debug.watch(model, every=1)
     scale_gradients = {name: [] for name in calls.quantizers}
@@ -169,10 +169,10 @@ def test_copies_and_pickles_are_not_watched() -> None:
     assert {row.calls for row in watched.rows()} == {0}
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_watched_model_is_converted_and_exported(road: str, tmp_path) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_watched_model_is_converted_and_exported(route: str, tmp_path) -> None:
     pytest.importorskip("onnxruntime")
-    model, x = learned(road), torch.randn(SHAPE)
+    model, x = learned(route), torch.randn(SHAPE)
     with qt.debug.watch(model):
         assert torch.equal(qt.convert(model)(x), copy.deepcopy(model).eval()(x))
         qt.export_onnx(model, x, tmp_path / "model.onnx")  # verifies the codes
@@ -188,10 +188,10 @@ def test_under_autocast(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["watched", "compiled"])
-@pytest.mark.parametrize("road", ROADS)
-def test_compiled_models_are_watched(road: str, first: str) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_compiled_models_are_watched(route: str, first: str) -> None:
     """Sampled steps run without the compiler; the others compile once."""
-    model, counter = learned(road), _Compilations()
+    model, counter = learned(route), _Compilations()
     early = qt.debug.watch(model, every=2) if first == "watched" else None
     optimizer, compiled = sgd(model), torch.compile(model, fullgraph=True, backend=counter)
     watched = early or qt.debug.watch(compiled, every=2)
@@ -283,10 +283,10 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("every", [1, 20])
-def test_a_loss_that_is_nan_names_the_first_quantizer(road: str, every: int) -> None:
-    model = learned(road)
+def test_a_loss_that_is_nan_names_the_first_quantizer(route: str, every: int) -> None:
+    model = learned(route)
     optimizer = sgd(model)
     watched = qt.debug.watch(model, every)
     step(model, optimizer, torch.randn(SHAPE))
@@ -352,9 +352,9 @@ def test_large_gradients_are_no_error() -> None:
 @pytest.mark.parametrize(
     ("ratio", "words"), [(0.0, "0 times its start"), (math.inf, "inf times"), (2.0**30, "1.07e.09 times")]
 )
-@pytest.mark.parametrize("road", ROADS)
-def test_a_lost_scale_is_named(road: str, ratio: float, words: str) -> None:
-    model = learned(road)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_lost_scale_is_named(route: str, ratio: float, words: str) -> None:
+    model = learned(route)
     optimizer = sgd(model)
     with qt.debug.watch(model) as watched:
         watched.guard(optimizer)
@@ -477,9 +477,9 @@ WAITING = (
 
 
 @pytest.mark.parametrize(("guarded", "waits"), [(False, 0), (True, 1)])
-@pytest.mark.parametrize("road", ROADS)
-def test_a_sampled_step_does_not_wait_for_the_device(road: str, guarded: bool, waits: int) -> None:
-    model = settled(learned(road))
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_sampled_step_does_not_wait_for_the_device(route: str, guarded: bool, waits: int) -> None:
+    model = settled(learned(route))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
     with qt.debug.watch(model, every=1) as watched:
         if guarded:

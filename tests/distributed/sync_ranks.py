@@ -131,13 +131,13 @@ def steps(name: str, model: nn.Module, rank: int | None, own: dict[str, Tensor] 
 def trained(rank: int, name: str) -> dict[str, Any]:
     """Train a case by its units and with all modules called one by one."""
     found: dict[str, Any] = {}
-    for road in ("units", "one by one"):
+    for route in ("units", "one by one"):
         model = prepared_of(name, sync=True)
-        with counted(pytest.MonkeyPatch()) as calls, called_one_by_one() if road == "one by one" else nullcontext():
-            found[road] = steps(name, model, rank, found.setdefault(f"{road} own", {}))
-        found[f"{road} by op"] = calls["by_op"]
-        found[f"{road} in eval"] = model.eval()(images().to(next(model.parameters()).dtype)).detach()
-        found[f"{road} state"] = model.state_dict()
+        with counted(pytest.MonkeyPatch()) as calls, called_one_by_one() if route == "one by one" else nullcontext():
+            found[route] = steps(name, model, rank, found.setdefault(f"{route} own", {}))
+        found[f"{route} by op"] = calls["by_op"]
+        found[f"{route} in eval"] = model.eval()(images().to(next(model.parameters()).dtype)).detach()
+        found[f"{route} state"] = model.state_dict()
     return found
 
 

@@ -52,13 +52,13 @@ def assert_all_near(
         assert_near(joined(shares, name, name.startswith(("y ", "x ")), between_ranks), value, name, bound)
 
 
-@pytest.mark.parametrize("road", ["units", "one by one"])
+@pytest.mark.parametrize("route", ["units", "one by one"])
 @pytest.mark.parametrize("name", ranks.CASES)
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_process_does(results: Results, name: str, road: str) -> None:
+def test_two_ranks_compute_what_one_process_does(results: Results, name: str, route: str) -> None:
     """Results, gradients of the input, the sums of all gradients of parameters, running statistics and ranges."""
     wanted = ranks.steps(name, ranks.prepared_of(name, sync=False), None)
-    assert_all_near([found[name][road] for found in results], wanted, 1e-9 if name == "float64" else 2e-4)
+    assert_all_near([found[name][route] for found in results], wanted, 1e-9 if name == "float64" else 2e-4)
 
 
 @pytest.mark.parametrize("name", ranks.CASES)
@@ -124,7 +124,7 @@ def test_the_op_gives_the_gradient_of_each_ranks_divisor(results: Results) -> No
 
 @pytest.mark.slow
 def test_a_hook_on_one_rank_leaves_no_rank_waiting(results: Results) -> None:
-    """It has its own road, with the same all-reduces."""
+    """It has its own route, with the same all-reduces."""
     wanted = ranks.steps("fixed", ranks.prepared_of("fixed", sync=False), None)
     for name in ("second.1", "second.0", None):
         mixed = [

@@ -241,21 +241,21 @@ def test_bad_arguments_are_errors(block, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("compare", [verify, qt.export.verify_onnx])
-@pytest.mark.parametrize("road", ["float", "prepared", "replaced", "none", "number"])
-def test_what_was_not_converted_is_an_error(road: str, compare, block) -> None:
+@pytest.mark.parametrize("route", ["float", "prepared", "replaced", "none", "number"])
+def test_what_was_not_converted_is_an_error(route: str, compare, block) -> None:
     _, path = block
-    roads = {
+    routes = {
         "float": Block,
         "prepared": lambda: qt.prepare(Block().eval(), X, "onnxruntime"),
         "replaced": lambda: qt.quant_modules.replace(Block(), backend="tensorrt10"),
         "none": lambda: None,
         "number": lambda: 3,
     }
-    got = {"none": "None", "number": "3"}.get(road, "a Block")
+    got = {"none": "None", "number": "3"}.get(route, "a Block")
     with pytest.raises(
         TypeError, match=f"{compare.__name__}: the model must be what qtoolkit.convert returned, got {got} "
     ):
-        compare(roads[road](), X, path)
+        compare(routes[route](), X, path)
 
 
 @pytest.mark.parametrize("compare", [verify, qt.export.verify_onnx])

@@ -177,7 +177,7 @@ def test_codes_of_small_floats_are_places(format: str, channels: dict[str, int])
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("format", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("backend", ["tensorrt10", "openvino", "academic", "snpe"])
-def test_formats_on_the_whole_road(tmp_path, backend: str, format: str) -> None:
+def test_formats_on_the_whole_route(tmp_path, backend: str, format: str) -> None:
     spec = {"format": format, "bits": 4 if format == "e2m1" else 8}
     qconfig = qt.QConfig(qt.QuantSpec(**spec), qt.QuantSpec(axis=0, **spec))
     mapping, x = qt.QConfigMapping().set_global(qconfig), torch.randn(SHAPE)

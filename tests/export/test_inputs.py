@@ -13,7 +13,7 @@ from qtoolkit.export import verify_onnx
 from tests.nets import linear_of
 
 EXPORTERS = ["dynamo", "torchscript"]
-ROADS = ["prepare", "replace"]
+ROUTES = ["prepare", "replace"]
 X, Y = torch.rand(3, 4), torch.rand(3, 4)
 
 
@@ -40,11 +40,11 @@ class ByKeyword(Net):
         return self.function(self, x, y)
 
 
-def calibrated(model: nn.Module, inputs: Any, road: str = "prepare") -> nn.Module:
+def calibrated(model: nn.Module, inputs: Any, route: str = "prepare") -> nn.Module:
     model = model.eval()
     model = (
         qt.quant_modules.replace(model, backend="tensorrt10")
-        if road == "replace"
+        if route == "replace"
         else qt.prepare(model, inputs, backend="onnxruntime")
     )
     qt.calibrate(model, [inputs], progress=False)
@@ -61,8 +61,8 @@ def exporter(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=ROADS)
-def road(request) -> str:
+@pytest.fixture(params=ROUTES)
+def route(request) -> str:
     return request.param
 
 
@@ -75,17 +75,17 @@ def minus(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("inputs", [{"x": X, "y": Y}, {"y": Y, "x": X}], ids=["in order", "reversed"])
-def test_keyword_inputs(tmp_path, inputs: dict[str, Tensor], exporter: str, road: str) -> None:
-    model = calibrated(OfTwo(minus), inputs, road)
+def test_keyword_inputs(tmp_path, inputs: dict[str, Tensor], exporter: str, route: str) -> None:
+    model = calibrated(OfTwo(minus), inputs, route)
     result = qt.export_onnx(model, inputs, tmp_path / "m.onnx", exporter=exporter)
     assert names_of(result.path)[0] == ["x", "y"]
     assert result.verification.output_difference < 1e-6
     assert verify_onnx(qt.convert(model), inputs, result.path).quantizer_codes.differing == 0
 
 
-def test_arguments_that_are_keywords_only(tmp_path, exporter: str, road: str) -> None:
+def test_arguments_that_are_keywords_only(tmp_path, exporter: str, route: str) -> None:
     inputs = {"x": X, "y": Y}
-    model = calibrated(ByKeyword(minus), inputs, road)
+    model = calibrated(ByKeyword(minus), inputs, route)
     result = qt.export_onnx(
         model, inputs, tmp_path / "m.onnx", exporter=exporter, dynamic_shapes={"x": {0: "n"}, "y": {0: "n"}}
     )
@@ -126,9 +126,9 @@ SENTENCES: dict[str, Any] = {
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("sizes", SENTENCES)
-def test_keyword_inputs_that_skip_arguments(tmp_path, sizes: str, exporter: str, road: str) -> None:
+def test_keyword_inputs_that_skip_arguments(tmp_path, sizes: str, exporter: str, route: str) -> None:
     inputs = sentences(2)
-    model = calibrated(Positions(), inputs, road)
+    model = calibrated(Positions(), inputs, route)
     result = qt.export_onnx(model, inputs, tmp_path / "m.onnx", exporter=exporter, **SENTENCES[sizes])
     graph = onnx.load(str(result.path)).graph
     shapes = {i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in graph.input}
@@ -168,9 +168,9 @@ DICTS = {
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("function", "inputs", "names"), DICTS.values(), ids=DICTS)
 def test_a_dict_is_an_input(
-    tmp_path, function: Callable[..., Tensor], inputs: Any, names: list[str], exporter: str, road: str
+    tmp_path, function: Callable[..., Tensor], inputs: Any, names: list[str], exporter: str, route: str
 ) -> None:
-    model = calibrated(OfTwo(function), inputs, road)
+    model = calibrated(OfTwo(function), inputs, route)
     result = qt.export_onnx(model, inputs, tmp_path / "m.onnx", exporter=exporter)
     assert names_of(result.path)[0] == names
     assert result.verification.output_difference < 1e-6
@@ -178,8 +178,8 @@ def test_a_dict_is_an_input(
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("unused", ["x", "y"])
-def test_an_unused_input_stays_an_input(tmp_path, unused: str, exporter: str, road: str) -> None:
-    model = calibrated(OfTwo(lambda m, x, y: m.fc(y if unused == "x" else x)), (X, Y), road)
+def test_an_unused_input_stays_an_input(tmp_path, unused: str, exporter: str, route: str) -> None:
+    model = calibrated(OfTwo(lambda m, x, y: m.fc(y if unused == "x" else x)), (X, Y), route)
     result = qt.export_onnx(model, (X, Y), tmp_path / "m.onnx", exporter=exporter, dynamic_shapes=({0: "n"}, {0: "n"}))
     assert names_of(result.path)[0] == ["x", "y"]
     shapes = [
@@ -305,15 +305,15 @@ def test_one_string_is_no_sequence_of_names(tmp_path, argument: str) -> None:
     ],
     ids=["int", "bool", "str", "float"],
 )
-def test_outputs_that_are_no_tensors(tmp_path, rest: Callable[..., Any], words: str, exporter: str, road: str) -> None:
-    model = calibrated(OfOne(lambda m, x: (m.fc(x), rest(x))), (X,), road)
+def test_outputs_that_are_no_tensors(tmp_path, rest: Callable[..., Any], words: str, exporter: str, route: str) -> None:
+    model = calibrated(OfOne(lambda m, x: (m.fc(x), rest(x))), (X,), route)
     with pytest.raises(TypeError, match=f"^export_onnx: the outputs of an ONNX file are tensors, but forward {words}"):
         qt.export_onnx(model, X, tmp_path / "m.onnx", exporter=exporter)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_of_other_dtypes(tmp_path, exporter: str, road: str) -> None:
-    model = calibrated(OfOne(lambda m, x: (m.fc(x), x > 0.5, x.argmax(1), None)), (X,), road)
+def test_outputs_of_other_dtypes(tmp_path, exporter: str, route: str) -> None:
+    model = calibrated(OfOne(lambda m, x: (m.fc(x), x > 0.5, x.argmax(1), None)), (X,), route)
     result = qt.export_onnx(model, X, tmp_path / "m.onnx", exporter=exporter, output_names=["y", "mask", "index"])
     assert names_of(result.path)[1] == ["y", "mask", "index"]
     assert result.verification.output_difference < 1e-6

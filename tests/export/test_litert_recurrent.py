@@ -63,11 +63,11 @@ class Loop(nn.Module):
         return self.head(state[0] if isinstance(state, tuple) else state)
 
 
-def quantized(model: nn.Module, road: str) -> nn.Module:
+def quantized(model: nn.Module, route: str) -> nn.Module:
     model = model.eval()
     found = (
         qt.prepare(model, (X,), backend="litert")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, backend="litert")
     )
     generator = torch.Generator().manual_seed(1)
@@ -88,12 +88,12 @@ def check_codes(model: nn.Module, path) -> qt.export.LitertResult:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("options", [options for options, _ in LAYERS], ids=[name for _, name in LAYERS])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_layers(kind: type[nn.Module], options: dict, road: str, tmp_path) -> None:
+def test_layers(kind: type[nn.Module], options: dict, route: str, tmp_path) -> None:
     torch.manual_seed(0)
-    result = check_codes(quantized(Tagger(kind(8, 16, **options)), road), tmp_path / "model.tflite")
+    result = check_codes(quantized(Tagger(kind(8, 16, **options)), route), tmp_path / "model.tflite")
     assert {(layer.name, layer.kernel) for layer in result.float_layers if layer.name == "layer"} == {
         ("layer", f"{kind.__name__} by steps")
     }

@@ -24,16 +24,16 @@ class Unpooled(nn.Module):
         return self.conv2(self.unpool(*self.pool(torch.relu(self.conv1(x)))))
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("dims", [1, 2])
-def test_pools_and_unpools_are_verified(tmp_path, road: str, dims: int) -> None:
+def test_pools_and_unpools_are_verified(tmp_path, route: str, dims: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, *[32] * dims).sign()
     x[:, :, 8:24] = 0.5
     model = Unpooled(dims).eval()
     model = (
         qt.prepare(model, (x,), backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(model, [x], progress=False)

@@ -290,12 +290,12 @@ class Unused(nn.Module):
         return self.last(y)
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_quantizers_of_what_nothing_takes_are_named_and_no_error(road: str, tmp_path) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_quantizers_of_what_nothing_takes_are_named_and_no_error(route: str, tmp_path) -> None:
     x = torch.randn(5, 4)
     model = (
         qt.prepare(Unused(), (x,), backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(Unused(), backend="tensorrt10")
     )
     qt.calibrate(model, [x], progress=False)
@@ -351,23 +351,23 @@ class Samples(nn.Module):
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("road", ["prepared", "replaced"])
-def test_random_numbers_are_named_and_what_follows_them_is_compared(road: str, exporter: str, tmp_path) -> None:
+@pytest.mark.parametrize("route", ["prepared", "replaced"])
+def test_random_numbers_are_named_and_what_follows_them_is_compared(route: str, exporter: str, tmp_path) -> None:
     torch.manual_seed(0)
     float_model = Samples().eval()
-    if road == "prepared":
+    if route == "prepared":
         model = qt.prepare(float_model, X, backend="onnxruntime")
     else:
         model = qt.quant_modules.replace(float_model, backend="onnxruntime")
     qt.calibrate(model, [X], progress=False)
     converted = qt.convert(model)
     result = qt.export_onnx(converted, X, tmp_path / "model.onnx", exporter=exporter, progress=False)
-    drawn = {"prepared": "activation_quantizers.randn_like", "replaced": "out.input_quantizer"}[road]
+    drawn = {"prepared": "activation_quantizers.randn_like", "replaced": "out.input_quantizer"}[route]
     found = result.verification
     assert found.drawn == (drawn,)
     assert f"not compared (random numbers): {drawn}" in str(found)
     assert drawn not in found.by_quantizer
-    assert found.layer_codes.compared == 32 * (5 if road == "prepared" else 2)
+    assert found.layer_codes.compared == 32 * (5 if route == "prepared" else 2)
     assert found.layer_codes.differing == 0
     assert found.output_error < 1e-5
     changed = qt.convert(model)

@@ -186,11 +186,11 @@ def test_an_lstm_that_projects_is_refused(exporter: str, arithmetic: str, tmp_pa
     assert not path.exists()
 
 
-@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
+@pytest.mark.parametrize("route", [qt.prepare, qt.quant_modules.replace])
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_a_quantized_lstm_that_projects_is_exported(exporter: str, road, tmp_path) -> None:
+def test_a_quantized_lstm_that_projects_is_exported(exporter: str, route, tmp_path) -> None:
     x = torch.rand(2, 5, 8)
-    model = road(Projected().eval(), backend="tensorrt10")
+    model = route(Projected().eval(), backend="tensorrt10")
     qt.calibrate(model, [x], progress=False)
     assert qt.export_onnx(model, x, tmp_path / "model.onnx", exporter=exporter).verification.layer_codes.are_ties()
 
@@ -264,11 +264,11 @@ class Attends(nn.Module):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
-def test_attention_without_heads_and_a_threshold_of_softplus(road: Callable, exporter: str, tmp_path) -> None:
+@pytest.mark.parametrize("route", [qt.prepare, qt.quant_modules.replace])
+def test_attention_without_heads_and_a_threshold_of_softplus(route: Callable, exporter: str, tmp_path) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(2, 5, 6), torch.randn(2, 5, 5)
-    model = road(Attends(0.5).eval(), backend="onnxruntime")
+    model = route(Attends(0.5).eval(), backend="onnxruntime")
     qt.calibrate(model, [inputs], progress=False)
     result = qt.export_onnx(model, inputs, tmp_path / "model.onnx", exporter=exporter)
     assert result.verification.output_error < 1e-5

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: both roads, training, files, from_pretrained, Trainer, generate."""
+"""Models of Hugging Face: both routes, training, files, from_pretrained, Trainer, generate."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:prepare. Python tests whether values are finite"),
     pytest.mark.filterwarnings("ignore:quantizer .* rounds its whole input to zero"),  # one batch is little data
 ]
-ROADS = ("prepared", "replaced")
+ROUTES = ("prepared", "replaced")
 IN_EACH_RUN = {"vit", "segformer", "bert", "gpt2", "detr"}
 NAMES = [name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.sweep) for name in MODELS]
 
@@ -36,10 +36,10 @@ def built(name: str, training: bool = True) -> nn.Module:
     return model.train(training and ZOO[name].training)
 
 
-def quantized(name: str, road: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+def quantized(name: str, route: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return a calibrated model and a batch. What no batch reaches stays in float, as the report of calibrate advises."""
     model, inputs = built(name), MODELS[name].inputs()
-    if road == "prepared":
+    if route == "prepared":
         ours = qt.prepare(model, inputs, "onnxruntime", **options)
         qt.calibrate(ours, [inputs], progress=False)
         return ours, inputs
@@ -72,11 +72,11 @@ def train(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> list[float
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_trained_and_its_file_has_its_codes(name: str, road: str, tmp_path: Path) -> None:
+def test_it_is_trained_and_its_file_has_its_codes(name: str, route: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="runs exported files; install the extra [onnx]")
-    model, inputs = quantized(name, road)
+    model, inputs = quantized(name, route)
     expected = built(name).eval()(**inputs)
     with qt.disable_quantization(model):
         output = model.eval()(**inputs)
@@ -94,10 +94,10 @@ def test_it_is_trained_and_its_file_has_its_codes(name: str, road: str, tmp_path
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_restores_it_with_its_quantizers(name: str, road: str, tmp_path: Path) -> None:
-    model, inputs = quantized(name, road)
+def test_a_folder_restores_it_with_its_quantizers(name: str, route: str, tmp_path: Path) -> None:
+    model, inputs = quantized(name, route)
     train(model.train(MODELS[name].training), inputs, 2)
     output = model.eval()(**inputs)
     model.save_pretrained(tmp_path)
@@ -156,12 +156,12 @@ def test_quantize_when_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ROADS)
-def test_a_folder_restores_learned_scales_and_rules_for_types(road: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_folder_restores_learned_scales_and_rules_for_types(route: str, tmp_path: Path) -> None:
     learned = qt.QConfig(qt.QuantSpec(quantizer="lsq"), qt.QuantSpec(bits=4, axis=0, quantizer="lsq"))
     mapping = qt.QConfigMapping().set_global(learned).exclude(type(built("vit").vit.embeddings.patch_embeddings))
     model, inputs = built("vit"), MODELS["vit"].inputs()
-    if road == "prepared":
+    if route == "prepared":
         ours = qt.prepare(model, inputs, "onnxruntime", mapping)
     else:
         ours = qt.quant_modules.replace(model, mapping, backend="onnxruntime")
@@ -175,9 +175,9 @@ def test_a_folder_restores_learned_scales_and_rules_for_types(road: str, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ROADS)
-def test_a_folder_is_loaded_in_another_dtype(road: str, tmp_path: Path) -> None:
-    model, inputs = quantized("vit", road)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_folder_is_loaded_in_another_dtype(route: str, tmp_path: Path) -> None:
+    model, inputs = quantized("vit", route)
     model.eval().save_pretrained(tmp_path)
     again = hf.ViTForImageClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert again.dtype == torch.bfloat16
@@ -230,8 +230,8 @@ def classify(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
     return nn.functional.cross_entropy(outputs.logits, labels)
 
 
-@pytest.mark.parametrize("road", [*ROADS, "prepared without labels"])
-def test_trainer_resumes_bit_for_bit(road: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", [*ROUTES, "prepared without labels"])
+def test_trainer_resumes_bit_for_bit(route: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers.Trainer needs it; install the extra [training]")
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(1, WORDS, (32, 12), generator=generator)
@@ -239,13 +239,13 @@ def test_trainer_resumes_bit_for_bit(road: str, tmp_path: Path) -> None:
     data = [{"input_ids": each, "attention_mask": mask, "labels": each[0] % 2} for each in words]
     batch = {name: torch.stack([each[name] for each in data[:4]]) for name in data[0]}
     loss = None
-    if road == "prepared without labels":
+    if route == "prepared without labels":
         loss = classify
         del batch["labels"]
 
     def trainer(folder: str) -> Any:
         model = built("bert")
-        if road == "replaced":
+        if route == "replaced":
             model = qt.quant_modules.replace(model, backend="onnxruntime")
         else:
             model = qt.prepare(model, batch, "onnxruntime")

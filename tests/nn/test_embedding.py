@@ -43,7 +43,7 @@ def test_embedding_gradients(options: dict[str, object], sparse: bool, axis: int
     layer(x).backward(g * inside[x])
     assert ours.weight.grad.is_sparse == sparse
     torch.testing.assert_close(ours.weight.grad.to_dense(), layer.weight.grad.to_dense())
-    if quantizer == "lsq" and sparse:  # the dense road has the same gradient of the scale
+    if quantizer == "lsq" and sparse:  # the dense route has the same gradient of the scale
         dense = qt.nn.QuantEmbedding.from_float(nn.Embedding(10, 4, _weight=layer.weight.detach()), spec)
         dense.weight_quantizer.amax = ours.weight_quantizer.amax
         dense(x).backward(g)

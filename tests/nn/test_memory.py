@@ -16,21 +16,21 @@ from qtoolkit.ops.layer import Geometry, convolution
 from tests.cases import assert_same, leaf
 
 FOLDER = Path(__file__).parent
-ROADS = (("auto", "codes"), ("float", "codes"), ("float", "float"))
+ROUTES = (("auto", "codes"), ("float", "codes"), ("float", "float"))
 LAYOUTS = ("channels_last", "rows")
 KERNELS = (1, 2, 3)
 CHANNELS = ((1, 8), (3, 16), (8, 64), (15, 1), (16, 3), (64, 8))
 compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="the allocator is compiled with cc")
 
 
-def case(transposed, kernel, stride, channels, side, groups, layout, road) -> dict:
+def case(transposed, kernel, stride, channels, side, groups, layout, route) -> dict:
     geometry = {"transposed": transposed, "kernel": kernel, "stride": stride, "channels": channels, "side": side}
-    return {**geometry, "groups": groups, "layout": layout, "forward": road[0], "save": road[1]}
+    return {**geometry, "groups": groups, "layout": layout, "forward": route[0], "save": route[1]}
 
 
 def all_cases() -> list[dict]:
-    dense = itertools.product((False, True), KERNELS, (1, 2, 3), CHANNELS, (33, 96), (1,), LAYOUTS, ROADS)
-    grouped = itertools.product((False, True), (1, 3), (2, 3), ((8, 8), (64, 64)), (96,), (8,), LAYOUTS, ROADS)
+    dense = itertools.product((False, True), KERNELS, (1, 2, 3), CHANNELS, (33, 96), (1,), LAYOUTS, ROUTES)
+    grouped = itertools.product((False, True), (1, 3), (2, 3), ((8, 8), (64, 64)), (96,), (8,), LAYOUTS, ROUTES)
     return [case(*arguments) for arguments in (*dense, *grouped)]
 
 
@@ -68,9 +68,11 @@ def test_backward_of_strided_pointwise_layers_stays_in_its_memory(fence: Path) -
     A write behind a block is found.
     """
     writes = [{"bytes_behind": 0}, {"bytes_behind": 1}]
-    convolutions = ((7, 16), 2, ROADS[0]), ((15, 8), 2, ROADS[1]), ((7, 8), 3, ROADS[2])
-    cases = [case(False, 1, stride, channels, 96, 1, "channels_last", road) for channels, stride, road in convolutions]
-    cases += [case(True, 1, 2, (16, 3), 96, 1, "channels_last", road) for road in ROADS[1:]]
+    convolutions = ((7, 16), 2, ROUTES[0]), ((15, 8), 2, ROUTES[1]), ((7, 8), 3, ROUTES[2])
+    cases = [
+        case(False, 1, stride, channels, 96, 1, "channels_last", route) for channels, stride, route in convolutions
+    ]
+    cases += [case(True, 1, 2, (16, 3), 96, 1, "channels_last", route) for route in ROUTES[1:]]
     assert failing(fence, write_behind_a_block=writes, backward=cases) == {
         "write_behind_a_block": writes[1:],
         "backward": [],

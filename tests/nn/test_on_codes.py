@@ -23,9 +23,9 @@ FIXED = qt.QConfig(qt.QuantSpec(), qt.QuantSpec(axis=0, narrow=True))
 FOUR_BITS = qt.QConfig(qt.QuantSpec(bits=4, quantizer="lsq"), qt.QuantSpec(bits=4, quantizer="lsq", axis=0))
 AFFINE = qt.QConfig(qt.QuantSpec(signed=False, symmetric=False), qt.QuantSpec(axis=None))
 CONFIGS = {"lsq": LSQ, "fixed": FIXED, "four bits": FOUR_BITS, "affine": AFFINE}
-ROADS = ("graph", "modules")
+ROUTES = ("graph", "modules")
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-roads = pytest.mark.parametrize("road", ROADS)
+routes = pytest.mark.parametrize("route", ROUTES)
 
 
 class Net(nn.Module):
@@ -55,18 +55,18 @@ def images(seed: int = 0) -> Tensor:
     return torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
+def quantized(route: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
     return (
-        quantized_net(road, config, **options)
+        quantized_net(route, config, **options)
         if model is None
-        else in_training(road, config, model, images(), **options)
+        else in_training(route, config, model, images(), **options)
     )
 
 
 @made_once
-def quantized_net(road: str, config: qt.QConfig, **options: str) -> nn.Module:
+def quantized_net(route: str, config: qt.QConfig, **options: str) -> nn.Module:
     torch.manual_seed(0)
-    return in_training(road, config, Net(), images(), **options)
+    return in_training(route, config, Net(), images(), **options)
 
 
 def step(model: nn.Module, x: Tensor | None = None, run: Callable | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,9 +98,9 @@ def bytes_kept(model: nn.Module, x: Tensor) -> int:
 
 
 @configs
-@roads
-def test_codes_for_backward_change_no_bit(road: str, config: qt.QConfig) -> None:
-    plain, codes = (quantized(road, config, training_arithmetic="float", save="codes") for _ in range(2))
+@routes
+def test_codes_for_backward_change_no_bit(route: str, config: qt.QConfig) -> None:
+    plain, codes = (quantized(route, config, training_arithmetic="float", save="codes") for _ in range(2))
     for layer in plain.modules():  # the batch norms between them are the same ops in both
         if isinstance(layer, qt.nn.QuantWeighted):
             qt.nn.set_training_arithmetic(layer, arithmetic="float", save="float")
@@ -134,10 +134,10 @@ def test_a_unit_gives_packed_codes_with_the_values_as_it_does_those_of_a_byte() 
 
 
 @configs
-@roads
-def test_the_integer_forward_is_the_simulation_but_for_rounding(road: str, config: qt.QConfig) -> None:
+@routes
+def test_the_integer_forward_is_the_simulation_but_for_rounding(route: str, config: qt.QConfig) -> None:
     """In float64, where no rounding flips: the float simulation of each layer on the input that the integer one has."""
-    integer = quantized(road, config, training_arithmetic="integer")
+    integer = quantized(route, config, training_arithmetic="integer")
     seen = {}
     for name, layer in integer.named_modules():
         if isinstance(layer, qt.nn.QuantWeighted) and layer.batch_norm is None and name != "shared":
@@ -151,11 +151,11 @@ def test_the_integer_forward_is_the_simulation_but_for_rounding(road: str, confi
         torch.testing.assert_close(y, expected, rtol=0, atol=float(scale) * 1e-5)
 
 
-@roads
-def test_gradients_of_the_integer_forward_are_the_straight_through_ones(road: str) -> None:
+@routes
+def test_gradients_of_the_integer_forward_are_the_straight_through_ones(route: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(1), nn.Linear(800, 5))
     integer, plain = (
-        quantized(road, model=model, **o)
+        quantized(route, model=model, **o)
         for o in ({"training_arithmetic": "integer"}, {"training_arithmetic": "float", "save": "float"})
     )
     found, wanted = step(integer), step(plain)
@@ -164,12 +164,12 @@ def test_gradients_of_the_integer_forward_are_the_straight_through_ones(road: st
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=float(gradient.abs().max()) * 1e-4)
 
 
-@roads
-def test_sums_are_those_of_the_deployed_kernels(road: str) -> None:
+@routes
+def test_sums_are_those_of_the_deployed_kernels(route: str) -> None:
     """The codes of the sums: integers, the same as of int64 arithmetic."""
     layer = nn.Conv2d(16, 4, 3, bias=False)
     integer = quantized(
-        road, FIXED, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer), training_arithmetic="integer"
+        route, FIXED, nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), layer), training_arithmetic="integer"
     )
     seen = {}
     conv = integer.get_submodule("2")
@@ -185,8 +185,8 @@ def test_sums_are_those_of_the_deployed_kernels(road: str) -> None:
     torch.testing.assert_close(seen["y"], (sums * steps.double()).float(), rtol=2e-7, atol=0)
 
 
-@roads
-def test_a_code_takes_a_byte_or_less_and_is_kept_once(road: str) -> None:
+@routes
+def test_a_code_takes_a_byte_or_less_and_is_kept_once(route: str) -> None:
     size = 8 * 20 * 20 * 4
     two = nn.ModuleDict({"a": nn.Conv2d(8, 8, 1, bias=False), "b": nn.Conv2d(8, 8, 1, bias=False)})
 
@@ -202,14 +202,14 @@ def test_a_code_takes_a_byte_or_less_and_is_kept_once(road: str) -> None:
     for bits, per_element in ((8, 1), (4, 0.5)):
         config = qt.QConfig(qt.QuantSpec(bits=bits), qt.QuantSpec(bits=bits, axis=0))
         mapping = qt.QConfigMapping().set_global(config)
-        if road == "graph":
+        if route == "graph":
             model = qt.prepare(
                 Twice().train(), (x,), qconfig_mapping=mapping, training_arithmetic="float", backend="tensorrt"
             )
         else:
             model = qt.quant_modules.replace(Twice().train(), mapping, training_arithmetic="float", backend="tensorrt")
         qt.calibrate(model.eval(), [x], progress=False)
-        consumers = 1 if road == "graph" else 2  # by modules each layer quantizes its own input
+        consumers = 1 if route == "graph" else 2  # by modules each layer quantizes its own input
         assert bytes_kept(model.train(), x) <= consumers * size * per_element + 4096
 
 
@@ -223,10 +223,10 @@ def test_checkpointing_and_state_dicts() -> None:
     assert_equal(step(other), wanted)
 
 
-@roads
-def test_what_backward_saw_may_change_before_it(road: str) -> None:
+@routes
+def test_what_backward_saw_may_change_before_it(route: str) -> None:
     """An observer moves the scales between two forwards and their backward."""
-    model = quantized(road, FIXED, training_arithmetic="float")
+    model = quantized(route, FIXED, training_arithmetic="float")
     for quantizer in model.modules():
         if isinstance(quantizer, qt.TensorQuantizer) and not quantizer.of_weight:
             quantizer.observing = True
@@ -316,11 +316,11 @@ def test_a_layer_that_another_module_calls_takes_any_values(config: qt.QConfig, 
 
 
 @pytest.mark.parametrize("options", [{"training_arithmetic": "int"}, {"save": "nothing"}])
-@roads
-def test_unknown_options_are_named(road: str, options: dict) -> None:
+@routes
+def test_unknown_options_are_named(route: str, options: dict) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name}.*{value}"):
-        quantized(road, **options)
+        quantized(route, **options)
 
 
 def test_dropout_moves_values_off_the_grid() -> None:
@@ -373,15 +373,15 @@ def test_layers_compute_in_channels_last_without_a_copy_of_the_batch() -> None:
 
 
 @pytest.mark.sweep(2)
-@roads
+@routes
 @pytest.mark.parametrize("forward", ["float", "integer"])
 @pytest.mark.parametrize("watched", ["nothing", "gradient"])
 def test_the_scale_of_a_batch_is_trained_without_the_gradient_of_the_batch(
-    road: str, forward: str, watched: str
+    route: str, forward: str, watched: str
 ) -> None:
     """Unless somebody may see that gradient; both ways give the same sum, in another order."""
-    ours, other = (quantized(road, training_arithmetic=forward) for _ in range(2))
-    end = "input_quantizer" if road == "modules" else "activation_quantizers.x"
+    ours, other = (quantized(route, training_arithmetic=forward) for _ in range(2))
+    end = "input_quantizer" if route == "modules" else "activation_quantizers.x"
     name = next(n for n, _ in ours.named_modules() if n.endswith(end))
     gradients = []
     other.get_submodule(name).register_forward_hook(lambda _, inputs, y: None)

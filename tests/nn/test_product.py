@@ -13,7 +13,7 @@ import qtoolkit as qt
 from qtoolkit.nn.fused_attention import HAS_FUSED
 from tests.cases import leaf
 from tests.copies import made_once
-from tests.nn.test_on_codes import AFFINE, FIXED, FOUR_BITS, LSQ, assert_equal, bytes_kept, configs, roads
+from tests.nn.test_on_codes import AFFINE, FIXED, FOUR_BITS, LSQ, assert_equal, bytes_kept, configs, routes
 from tests.replaced import in_training
 
 BATCH, HEADS, LENGTH, FEATURES = 3, 2, 5, 8
@@ -64,18 +64,18 @@ def sequences(seed: int = 0) -> Tensor:
     return torch.randn(BATCH, LENGTH, FEATURES * HEADS, generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(road: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
+def quantized(route: str, config: qt.QConfig = LSQ, model: nn.Module | None = None, **options: str) -> nn.Module:
     return (
-        quantized_net(road, config, **options)
+        quantized_net(route, config, **options)
         if model is None
-        else in_training(road, config, model, sequences(), **options)
+        else in_training(route, config, model, sequences(), **options)
     )
 
 
 @made_once
-def quantized_net(road: str, config: qt.QConfig, **options: str) -> nn.Module:
+def quantized_net(route: str, config: qt.QConfig, **options: str) -> nn.Module:
     torch.manual_seed(0)
-    return in_training(road, config, Attention(), sequences(), **options)
+    return in_training(route, config, Attention(), sequences(), **options)
 
 
 def step(model: nn.Module, run=None, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -88,21 +88,21 @@ def step(model: nn.Module, run=None, seed: int = 0) -> tuple[Tensor, dict[str, T
 
 @pytest.mark.sweep(2)
 @configs
-@roads
+@routes
 @pytest.mark.parametrize("model", [Attention, Fused, MultiHead])
-def test_codes_for_backward_change_no_bit(model: type[nn.Module], road: str, config: qt.QConfig) -> None:
+def test_codes_for_backward_change_no_bit(model: type[nn.Module], route: str, config: qt.QConfig) -> None:
     net = model()
-    target = {"backend": "openvino"} if road == "graph" else {}  # TensorRT takes attention that is one op in float
-    plain = quantized(road, config, copy.deepcopy(net), **target, **PLAIN)
-    codes = quantized(road, config, net, **target, training_arithmetic="float")
+    target = {"backend": "openvino"} if route == "graph" else {}  # TensorRT takes attention that is one op in float
+    plain = quantized(route, config, copy.deepcopy(net), **target, **PLAIN)
+    codes = quantized(route, config, net, **target, training_arithmetic="float")
     assert_equal(step(codes), step(plain))
 
 
-@roads
-def test_operands_that_dropout_moved_off_their_grid_are_kept_in_float(road: str) -> None:
+@routes
+def test_operands_that_dropout_moved_off_their_grid_are_kept_in_float(route: str) -> None:
     net, found = Attention(0.5), []
     for options in ({"training_arithmetic": "float"}, PLAIN):
-        model = quantized(road, LSQ, copy.deepcopy(net), **options)
+        model = quantized(route, LSQ, copy.deepcopy(net), **options)
         torch.manual_seed(3)
         found.append(step(model))
     assert_equal(*found)
@@ -122,9 +122,9 @@ class Product(nn.Module):
         return self.product(x, other)
 
 
-def product_of(road: str, config: qt.QConfig, given: tuple[Tensor, Tensor], **options: str) -> nn.Module:
+def product_of(route: str, config: qt.QConfig, given: tuple[Tensor, Tensor], **options: str) -> nn.Module:
     mapping = qt.QConfigMapping().set_global(config)
-    if road == "graph":
+    if route == "graph":
         prepared = qt.prepare(Product().train(), given, qconfig_mapping=mapping, **{"backend": "tensorrt", **options})
     else:
         prepared = qt.quant_modules.replace(Product().train(), mapping, **{"backend": "tensorrt", **options})
@@ -133,10 +133,10 @@ def product_of(road: str, config: qt.QConfig, given: tuple[Tensor, Tensor], **op
 
 
 @pytest.mark.parametrize(("bits", "per_element"), [(8, 1), (4, 0.5)])
-@roads
-def test_a_code_takes_a_byte_or_less(road: str, bits: int, per_element: float) -> None:
+@routes
+def test_a_code_takes_a_byte_or_less(route: str, bits: int, per_element: float) -> None:
     x, other = leaf(torch.randn(8, 64, 128)), leaf(torch.randn(8, 128, 64))
-    model = product_of(road, qt.QConfig(qt.QuantSpec(bits=bits), None), (x, other), training_arithmetic="float")
+    model = product_of(route, qt.QConfig(qt.QuantSpec(bits=bits), None), (x, other), training_arithmetic="float")
     bits_of_masks = (x.numel() + other.numel()) / 8
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(
@@ -163,18 +163,18 @@ def test_other_products_are_those_of_torch(shapes: tuple[tuple[int, ...], ...]) 
 
 
 @pytest.mark.parametrize("config", [FIXED, FOUR_BITS, AFFINE], ids=["fixed", "four bits", "affine"])
-@roads
-def test_the_integer_forward_has_the_sums_of_integers(road: str, config: qt.QConfig) -> None:
+@routes
+def test_the_integer_forward_has_the_sums_of_integers(route: str, config: qt.QConfig) -> None:
     x, other = map(leaf, operands())
-    model = product_of(road, config, (x, other), training_arithmetic="integer")
+    model = product_of(route, config, (x, other), training_arithmetic="integer")
     y = model(x, other)
-    grids = list(model.activation_quantizers.children() if road == "graph" else model.product.sources)
+    grids = list(model.activation_quantizers.children() if route == "graph" else model.product.sources)
     codes = [
         torch.round(grid(value).double() / grid.scale.double()) for grid, value in zip(grids, (x, other), strict=True)
     ]
     sums, steps = torch.matmul(*codes), grids[0].scale * grids[1].scale
     assert torch.equal(y, sums.float() * steps)
-    plain = product_of(road, config, (x, other), **PLAIN)
+    plain = product_of(route, config, (x, other), **PLAIN)
     torch.testing.assert_close(y, plain(x, other), rtol=1e-5, atol=1e-5)
     gradients = [torch.autograd.grad(m(x, other).sum(), (x, other)) for m in (model, plain)]
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
@@ -190,20 +190,20 @@ def test_the_integer_forward_is_the_deployed_kernel() -> None:
     assert torch.equal(found, deployed(x, other))
 
 
-@roads
-def test_nan_stays(road: str) -> None:
+@routes
+def test_nan_stays(route: str) -> None:
     x, other = operands()
-    model = product_of(road, FIXED, (x, other), training_arithmetic="integer")
+    model = product_of(route, FIXED, (x, other), training_arithmetic="integer")
     x[0, 0, 0] = torch.nan
     y = model(leaf(x), leaf(other))
     assert y[0, 0].isnan().all()
     assert y[1:].isfinite().all()
 
 
-@roads
+@routes
 @pytest.mark.parametrize("forward", ["float", "integer"])
-def test_autocast_computes_in_its_type(road: str, forward: str) -> None:
-    model, plain = quantized(road, training_arithmetic=forward), quantized(road, **PLAIN)
+def test_autocast_computes_in_its_type(route: str, forward: str) -> None:
+    model, plain = quantized(route, training_arithmetic=forward), quantized(route, **PLAIN)
     found = []
     for each in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):
@@ -259,8 +259,8 @@ def test_the_report_says_how_each_product_computes_in_training() -> None:
     def lines(model: nn.Module) -> list[str]:
         return [line.training for line in qt.quantization_report(model).layers if line.kind in ("matmul", "attention")]
 
-    for road in ("graph", "modules"):
-        model = quantized(road, training_arithmetic="integer")
+    for route in ("graph", "modules"):
+        model = quantized(route, training_arithmetic="integer")
         assert lines(model) == ["int8 kernel, saves integers"] * 2
         qt.nn.set_training_arithmetic(model)
         assert lines(model) == ["float (no int8 kernel), saves integers"] * 2

@@ -90,17 +90,17 @@ def batch(batch_first: bool = True) -> list[Tensor]:
     return [x if batch_first else x.transpose(0, 1).contiguous() for x in found]
 
 
-def trained(name: str, road: str = "graph", quantizer: str = "lsq", **options: Any) -> nn.Module:
+def trained(name: str, route: str = "graph", quantizer: str = "lsq", **options: Any) -> nn.Module:
     """An attention, prepared for training and calibrated, with its training arithmetic and other options of `calibrated`."""
     arithmetic = {key: options.pop(key) for key in ("arithmetic", "save") if key in options}
-    model = calibrated(name, road, quantizer, **options)
+    model = calibrated(name, route, quantizer, **options)
     qt.nn.set_training_arithmetic(model, **{"arithmetic": "float", **arithmetic})
     return settled(model).train()
 
 
 @made_once
 def calibrated(
-    name: str, road: str, quantizer: str, weight: qt.QuantSpec | None = None, batch_first: bool = True
+    name: str, route: str, quantizer: str, weight: qt.QuantSpec | None = None, batch_first: bool = True
 ) -> nn.Module:
     model = Attends(name, batch_first) if name in CASES else (Decoder if name == "decoder" else Both)(batch_first)
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def calibrated(
     spec = qt.QuantSpec(axis=0, quantizer=quantizer) if weight is None else weight
     mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(quantizer=quantizer), spec))
     args = tuple(batch(batch_first))
-    if road == "graph":
+    if route == "graph":
         model = qt.prepare(model.train(), args, backend="onnxruntime", qconfig_mapping=mapping)
     else:
         model = qt.quant_modules.replace(model.train(), backend="onnxruntime", qconfig_mapping=mapping)
@@ -158,31 +158,31 @@ def calls_of_ops(run: Callable[[], Any]) -> int:
     return sum(ops.count(f"qtoolkit::{op}_backward") for op in ("quant_layer", "layer_fake_quant"))
 
 
-ROADS = pytest.mark.parametrize("road", ["graph", "replace"])
+ROUTES = pytest.mark.parametrize("route", ["graph", "replace"])
 
 
 @pytest.mark.sweep(2)
-@ROADS
+@ROUTES
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
 @pytest.mark.parametrize("case", CASES)
 def test_projections_keep_codes(
-    case: str, batch_first: bool, quantizer: str, road: str, monkeypatch: pytest.MonkeyPatch
+    case: str, batch_first: bool, quantizer: str, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bits of torch's layers; a byte is kept for an element of their inputs, and none for the quantized weights.
 
     The codes come from the op before.
     """
-    model = trained(case, road, quantizer, batch_first=batch_first)
+    model = trained(case, route, quantizer, batch_first=batch_first)
     taken = codes_taken(monkeypatch)
     step(model)
     of_slices = (
-        2 if "own" in case and road == "graph" else 0
+        2 if "own" in case and route == "graph" else 0
     )  # behind the quantizers: their codes are made of the values
     assert len([y for _, y, _ in taken if y.dim() == 3]) == PRODUCTS.get(case, 3) + 2 - of_slices
     assert calls_of_ops(lambda: step(model)) == PRODUCTS.get(case, 3) + 2  # of the output and the last layer
     found, kept = step(model)
-    wanted, of_floats = step(trained(case, road, quantizer, batch_first=batch_first, save="float"))
+    wanted, of_floats = step(trained(case, route, quantizer, batch_first=batch_first, save="float"))
     same(found, wanted)
     inputs = {id(x): x.numel() for x in CASES[case][1](*batch(batch_first))}
     weights = sum(p.numel() for name, p in model.named_parameters() if "proj_weight" in name and p.dim() == 2)
@@ -190,26 +190,26 @@ def test_projections_keep_codes(
 
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
-@ROADS
-def test_decoder_layers_keep_codes(road: str, batch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@ROUTES
+def test_decoder_layers_keep_codes(route: str, batch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's decoder layers; in a graph the memory has one copy of its codes for both, from the op before."""
     taken = codes_taken(monkeypatch)
-    found, kept = step(trained("decoder", road, batch_first=batch_first))
+    found, kept = step(trained("decoder", route, batch_first=batch_first))
     codes = {id(of_y.codes) for _, y, of_y in taken if y.shape == ((B, S, E) if batch_first else (L, B, E))}
     memories = [of_y for _, y, of_y in taken if batch_first and y.shape == (B, S, E)]
     assert not batch_first or len(memories) == 2
-    assert road == "replace" or not batch_first or len(codes) == 1
-    wanted, of_floats = step(trained("decoder", road, batch_first=batch_first, save="float"))
+    assert route == "replace" or not batch_first or len(codes) == 1
+    wanted, of_floats = step(trained("decoder", route, batch_first=batch_first, save="float"))
     same(found, wanted)
     assert kept < 0.75 * of_floats
 
 
 @pytest.mark.sweep(1)
-@ROADS
+@ROUTES
 @pytest.mark.parametrize("case", CASES)
-def test_projections_compute_on_codes(case: str, road: str) -> None:
-    found, _ = step(trained(case, road, arithmetic="integer"))
-    wanted, _ = step(trained(case, road))
+def test_projections_compute_on_codes(case: str, route: str) -> None:
+    found, _ = step(trained(case, route, arithmetic="integer"))
+    wanted, _ = step(trained(case, route))
     close(found, wanted, 1e-3, 2e-2)
     assert not torch.equal(found["y"], wanted["y"])
 
@@ -229,13 +229,13 @@ SPECS = {
 
 
 @pytest.mark.sweep(2)
-@ROADS
+@ROUTES
 @pytest.mark.parametrize("case", ["keys", "apart"])
 @pytest.mark.parametrize("name", SPECS)
-def test_weights_of_every_spec(name: str, case: str, road: str) -> None:
+def test_weights_of_every_spec(name: str, case: str, route: str) -> None:
     """Parts of a weight lie on the grid of the whole; one scale sums the gradients of the parts."""
-    found, kept = step(trained(case, road, weight=SPECS[name]))
-    wanted, of_floats = step(trained(case, road, weight=SPECS[name], save="float"))
+    found, kept = step(trained(case, route, weight=SPECS[name]))
+    wanted, of_floats = step(trained(case, route, weight=SPECS[name], save="float"))
     if SPECS[name].axis is None:
         close(found, wanted)
     else:
@@ -298,9 +298,9 @@ def test_one_attention_of_one_and_of_several_tensors() -> None:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
 @pytest.mark.parametrize("case", ["keys", "values", "apart", "own weights"])
-@ROADS
-def test_copies_and_checkpoints(road: str, case: str, quantizer: str) -> None:
-    model = trained(case, road, quantizer)
+@ROUTES
+def test_copies_and_checkpoints(route: str, case: str, quantizer: str) -> None:
+    model = trained(case, route, quantizer)
     copies = [copy.deepcopy(model) for _ in range(2)]
     wanted, _ = step(model)
     same(step(copies[0])[0], wanted)
@@ -313,10 +313,10 @@ def test_copies_and_checkpoints(road: str, case: str, quantizer: str) -> None:
 @pytest.mark.parametrize(
     "case", ["keys", "own weights", *(pytest.param(case, marks=pytest.mark.sweep) for case in ("values", "apart"))]
 )
-@ROADS
-def test_compiled_code(road: str, case: str, quantizer: str) -> None:
+@ROUTES
+def test_compiled_code(route: str, case: str, quantizer: str) -> None:
     torch.compiler.reset()
-    model = trained(case, road, quantizer)
+    model = trained(case, route, quantizer)
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     close(step(twin, compiled)[0], step(model)[0], 1e-4, 1e-4)
@@ -360,13 +360,13 @@ def test_autocast(case: str) -> None:
     assert all(value.isfinite().all() for value in found.values())
 
 
-@ROADS
+@ROUTES
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
-def test_two_forwards_before_their_backwards(road: str, quantizer: str) -> None:
+def test_two_forwards_before_their_backwards(route: str, quantizer: str) -> None:
     """As gradients are accumulated; the ranges of weights that follow them are taken again in between."""
     results = []
     for save in ("codes", "float"):
-        model, args = trained("keys", road, quantizer, save=save), batch()
+        model, args = trained("keys", route, quantizer, save=save), batch()
         outputs = [model(*(x * factor for x in args)) for factor in (1, 2)]
         for y in outputs:
             y.square().sum().backward()
@@ -388,9 +388,9 @@ def test_one_input_in_float(float_input: int, quantizer: str) -> None:
     same(*results)
 
 
-@ROADS
-def test_the_range_of_a_split_weight_is_taken_once_a_step(road: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, found = trained("apart", road, "fixed"), list[torch.Size]()
+@ROUTES
+def test_the_range_of_a_split_weight_is_taken_once_a_step(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = trained("apart", route, "fixed"), list[torch.Size]()
     quantizer = model.get_submodule("attention.in_proj_weight_quantizer")
     with torch.no_grad():
         model.get_parameter("attention.in_proj_weight").mul_(2)
@@ -404,7 +404,7 @@ def test_the_range_of_a_split_weight_is_taken_once_a_step(road: str, monkeypatch
     step(model)
     torch.testing.assert_close(quantizer.scale, before * 2)
     torch.testing.assert_close(quantizer.observer.hi, model.get_parameter("attention.in_proj_weight").amax(1))
-    assert found.count((3 * E, E)) == (road == "replace")  # the ops of units take the ranges of their rows
+    assert found.count((3 * E, E)) == (route == "replace")  # the ops of units take the ranges of their rows
 
 
 def test_without_a_batch_and_without_a_bias() -> None:

@@ -29,8 +29,8 @@ LEARNED: dict[str, dict[str, Any]] = {
 OF_CHANNELS = {**LEARNED, "histogram": {"axis": 0, "observer": "histogram"}}
 SPECS = {**OF_CHANNELS, "one scale": {"quantizer": "lsq"}}
 each_spec = pytest.mark.parametrize("name", OF_CHANNELS)
-ROADS = ("prepare", "replace")
-each_road = pytest.mark.parametrize("road", ROADS)
+ROUTES = ("prepare", "replace")
+each_route = pytest.mark.parametrize("route", ROUTES)
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +52,10 @@ def layers(affine: bool = True) -> nn.Sequential:
     return nn.Sequential(*parts).train()
 
 
-def linked(road: str, name: str, model: nn.Module) -> Any:
+def linked(route: str, name: str, model: nn.Module) -> Any:
     """A model whose batch norms multiply the weights before they are quantized; its activations stay in float."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec_of(name)))
-    if road == "prepare":
+    if route == "prepare":
         return qt.prepare(model, qconfig_mapping=mapping, backend="tensorrt10")
     fused = qt.fuse_modules(model, [["0", "1"], ["3", "4"]])
     return qt.quant_modules.replace(fused, mapping, backend="tensorrt10")
@@ -77,9 +77,9 @@ def step(model: nn.Module, seed: int, optimizer: torch.optim.Optimizer) -> float
     return loss.item()
 
 
-@each_road
+@each_route
 @each_spec
-def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(road: str, name: str) -> None:
+def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(route: str, name: str) -> None:
     """The papers quantize the weight itself: the grid of the product, divided by the factor, has the same values and steps.
 
     Without gamma, whose gradient here has the rounding errors too. The first variances move by a factor of 600.
@@ -88,7 +88,7 @@ def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(
     plain: Any = qt.quant_modules.replace(layers(affine=False), mapping, backend="tensorrt10")
     for index in (1, 4):  # apart from its layer
         plain[index] = nn.Sequential(plain[index])
-    model = linked(road, name, layers(affine=False))
+    model = linked(route, name, layers(affine=False))
     assert all(layer.batch_norm is None for layer in layers_of(plain))
     assert all(layer.takes_factor for layer in layers_of(model))
     both = [(each, torch.optim.SGD(qt.parameter_groups(each), 0.05, momentum=0.9)) for each in (model, plain)]
@@ -107,10 +107,10 @@ def test_a_training_is_that_of_weights_that_are_quantized_before_the_batch_norm(
             torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4)
 
 
-@each_road
+@each_route
 @each_spec
-def test_no_code_changes_with_the_factor(road: str, name: str) -> None:
-    model = linked(road, name, layers())
+def test_no_code_changes_with_the_factor(route: str, name: str) -> None:
+    model = linked(route, name, layers())
     with torch.no_grad():
         model(batch(0))  # the first forward of a step
         before = [codes_of(layer) for layer in layers_of(model)]
@@ -137,9 +137,9 @@ def codes_of(layer: Any) -> Tensor:
     return (q.quantize(product) / q.scale.view(shape) + zero).round()
 
 
-@each_road
-def test_one_scale_takes_what_all_factors_have_in_common(road: str) -> None:
-    model = linked(road, "one scale", layers())
+@each_route
+def test_one_scale_takes_what_all_factors_have_in_common(route: str) -> None:
+    model = linked(route, "one scale", layers())
     with torch.no_grad():
         model(batch(0))
         before = [codes_of(layer) for layer in layers_of(model)]
@@ -154,14 +154,14 @@ def test_one_scale_takes_what_all_factors_have_in_common(road: str) -> None:
             assert codes_of(layer).abs().max() >= 4
 
 
-@each_road
-def test_a_batch_norm_that_begins_with_zeros_trains_as_without_quantizers(road: str) -> None:
+@each_route
+def test_a_batch_norm_that_begins_with_zeros_trains_as_without_quantizers(route: str) -> None:
     """As in a residual branch (zero_init_residual): the factor is 1 before the first step, and a thousandth after it."""
     gammas = []
     for quantized in (False, True):
         model = layers()
         nn.init.zeros_(model[4].weight)
-        model = linked(road, "lsq", model) if quantized else model
+        model = linked(route, "lsq", model) if quantized else model
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         for seed in range(10):
             step(model, seed, optimizer)
@@ -192,10 +192,10 @@ def test_what_stays_as_it_is() -> None:
     assert torch.equal(second.weight_quantizer.scale, before)
 
 
-@each_road
+@each_route
 @each_spec
-def test_evaluation_and_the_deployed_model_have_the_codes_of_the_next_step(road: str, name: str) -> None:
-    model = linked(road, name, layers())
+def test_evaluation_and_the_deployed_model_have_the_codes_of_the_next_step(route: str, name: str) -> None:
+    model = linked(route, name, layers())
     optimizer = torch.optim.SGD(qt.parameter_groups(model), 0.02)
     for seed in range(5):
         step(model, seed, optimizer)
@@ -210,10 +210,10 @@ def test_evaluation_and_the_deployed_model_have_the_codes_of_the_next_step(road:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("at", [0, 1, 4])
-@each_road
+@each_route
 @pytest.mark.parametrize("name", ["lsq", "range", "histogram"])
-def test_a_resumed_training_goes_on_bit_for_bit(road: str, name: str, at: int) -> None:
-    fresh = linked(road, name, layers())
+def test_a_resumed_training_goes_on_bit_for_bit(route: str, name: str, at: int) -> None:
+    fresh = linked(route, name, layers())
     model = copy.deepcopy(fresh)
     optimizer = torch.optim.SGD(qt.parameter_groups(model), 0.02, momentum=0.9)
     for seed in range(at):
@@ -297,10 +297,10 @@ def test_compiled_code_takes_the_factor_before_each_forward(name: str) -> None:
         torch.testing.assert_close(layer.weight_quantizer.scale, mine.weight_quantizer.scale)
 
 
-@each_road
-def test_an_evaluation_between_forward_and_backward(road: str) -> None:
+@each_route
+def test_an_evaluation_between_forward_and_backward(route: str) -> None:
     """As for targets of the model itself: the scales take the factor of evaluation before backward needs them."""
-    model = linked(road, "lsq", layers())
+    model = linked(route, "lsq", layers())
     y = model(batch(0))
     model.eval()(batch(1))
     model.train()

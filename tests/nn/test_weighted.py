@@ -241,9 +241,9 @@ def hook_before_backward(quantizer: qt.TensorQuantizer, calls: list[str]) -> Non
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["alone", "batch norm"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("watch", [become_told, set_forward, hook_backward, hook_before_backward])
-def test_what_somebody_makes_of_the_quantizer_of_a_weight_is_called(watch, road: str, norm: bool) -> None:
+def test_what_somebody_makes_of_the_quantizer_of_a_weight_is_called(watch, route: str, norm: bool) -> None:
     """Ops quantize the weight in its place, and would leave it out without a word."""
     torch.manual_seed(0)
     model, x = (
@@ -252,7 +252,7 @@ def test_what_somebody_makes_of_the_quantizer_of_a_weight_is_called(watch, road:
     )
     ours = (
         qt.prepare(model, x, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(ours, [x], progress=False)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import qtoolkit as qt
 
 IMAGES = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-roads = pytest.mark.parametrize("road", ["graph", "modules"])
+routes = pytest.mark.parametrize("route", ["graph", "modules"])
 
 
 class Adapter(nn.Module):
@@ -25,9 +25,9 @@ class Adapter(nn.Module):
         return self.layer(x) + self.beside(x)
 
 
-def quantized(road: str) -> nn.Module:
+def quantized(route: str) -> nn.Module:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)).train()
-    if road == "graph":
+    if route == "graph":
         model = qt.prepare(model, IMAGES, backend="tensorrt")
     else:
         model = qt.quant_modules.replace(qt.fuse_modules(model, [["0", "1"]]), backend="tensorrt").train()
@@ -40,9 +40,9 @@ def used(model: nn.Module) -> None:
     qt.convert(model.eval())
 
 
-@roads
-def test_an_adapter_between_a_layer_and_its_batch_norm_is_named(road: str) -> None:
-    model = quantized(road)
+@routes
+def test_an_adapter_between_a_layer_and_its_batch_norm_is_named(route: str) -> None:
+    model = quantized(route)
     model.set_submodule("0", Adapter(model.get_submodule("0")))
     with pytest.warns(UserWarning, match=r"the layer '0' is called by an Adapter now, and the batch norm '1' after it"):
         used(model)
@@ -51,9 +51,9 @@ def test_an_adapter_between_a_layer_and_its_batch_norm_is_named(road: str) -> No
 @pytest.mark.parametrize(
     "wrapper", [checkpoint_wrapper, lambda layer: nn.Sequential(nn.Dropout2d(0.1), layer), lambda layer: layer]
 )
-@roads
-def test_wrappers_that_return_what_the_layer_does_say_nothing(road: str, wrapper: Callable) -> None:
-    model = quantized(road)
+@routes
+def test_wrappers_that_return_what_the_layer_does_say_nothing(route: str, wrapper: Callable) -> None:
+    model = quantized(route)
     model.set_submodule("0", wrapper(model.get_submodule("0")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""The logarithmic grid on the whole road: observers, layers, the backend "nnie"; and what has no integer codes says so."""
+"""The logarithmic grid on the whole route: observers, layers, the backend "nnie"; and what has no integer codes says so."""
 
 import pickle
 

@@ -75,13 +75,13 @@ def test_a_spec_is_built_or_refused_in_a_sentence(values: dict[str, Any]) -> Non
         assert spec.qmin <= 0 < spec.qmax or not spec.symmetric
 
 
-def used(road: str, activation: qt.QuantSpec, weight: qt.QuantSpec, x: Tensor, model: nn.Module) -> None:
+def used(route: str, activation: qt.QuantSpec, weight: qt.QuantSpec, x: Tensor, model: nn.Module) -> None:
     """Build, calibrate, train, convert."""
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    if road == "replace":
+    if route == "replace":
         prepared = qt.quant_modules.replace(model.train(), qconfig_mapping=mapping, backend="tensorrt")
     else:
-        prepared = qt.prepare(model.train(road == "prepare"), x, backend="onnxruntime", qconfig_mapping=mapping)
+        prepared = qt.prepare(model.train(route == "prepare"), x, backend="onnxruntime", qconfig_mapping=mapping)
     qt.calibrate(prepared, [x], progress=False)
     optimizer = torch.optim.Adam(prepared.train().parameters(), lr=0.01)
     for _ in range(2):
@@ -93,10 +93,10 @@ def used(road: str, activation: qt.QuantSpec, weight: qt.QuantSpec, x: Tensor, m
     torch.testing.assert_close(qt.convert(prepared)(x).detach(), y, rtol=0, atol=1e-5 * float(y.abs().max()) + 1e-12)
 
 
-@pytest.mark.parametrize("road", ["prepare", "prepare in eval mode", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "prepare in eval mode", "replace"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(activation=fields(), weight=fields(), data=st.sampled_from(["random", "random", "constant", "zeros"]))
-def test_a_model_works_or_says_why_not(road: str, activation: dict, weight: dict, data: str) -> None:
+def test_a_model_works_or_says_why_not(route: str, activation: dict, weight: dict, data: str) -> None:
     specs = spec_of(activation), spec_of(weight)
     if specs[0] is None or specs[1] is None:
         return
@@ -110,16 +110,16 @@ def test_a_model_works_or_says_why_not(road: str, activation: dict, weight: dict
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            used(road, *specs, x, model)
+            used(route, *specs, x, model)
         except ValueError as error:
             assert_sentence(error)
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_an_axis_that_an_activation_does_not_have_names_the_quantizer(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_an_axis_that_an_activation_does_not_have_names_the_quantizer(route: str) -> None:
     words = r"the axis of a tensor of 2 dimensions must lie in \[-2, 1\], got 2; set another axis"
     with pytest.raises(ValueError, match=f"quantizer '.*': {words}"):
-        used(road, qt.QuantSpec(axis=2), qt.QuantSpec(), torch.ones(2, 4), nn.Sequential(nn.Linear(4, 3)))
+        used(route, qt.QuantSpec(axis=2), qt.QuantSpec(), torch.ones(2, 4), nn.Sequential(nn.Linear(4, 3)))
 
 
 def test_the_error_is_not_put_down_to_an_embedding_elsewhere_in_the_model() -> None:
@@ -127,12 +127,12 @@ def test_the_error_is_not_put_down_to_an_embedding_elsewhere_in_the_model() -> N
         used("replace", qt.QuantSpec(axis=2), qt.QuantSpec(), X, Net())
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_blocks_that_do_not_fit_an_activation_name_the_quantizer(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_blocks_that_do_not_fit_an_activation_name_the_quantizer(route: str) -> None:
     model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 3))
     blocks, words = qt.QuantSpec(format="mxfp8"), r"group_size must divide dimension -1 of a tensor of shape \(2, 4\)"
     with pytest.raises(ValueError, match=f"quantizer '.*': {words}"):
-        used(road, blocks, qt.QuantSpec(), torch.ones(2, 4), model)
+        used(route, blocks, qt.QuantSpec(), torch.ones(2, 4), model)
 
 
 @pytest.mark.parametrize("observer", ["histogram", "moving_histogram"])

@@ -22,8 +22,8 @@ def net() -> nn.Module:
 X = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def quantized(road: str, model: nn.Module, backend: str = "onnxruntime") -> nn.Module:
-    if road == "graph":
+def quantized(route: str, model: nn.Module, backend: str = "onnxruntime") -> nn.Module:
+    if route == "graph":
         result: nn.Module = qt.prepare(model, (X,), backend=backend)
     else:
         result = qt.quant_modules.replace(model, backend=backend)
@@ -35,19 +35,19 @@ def steps_of(layer: nn.Module, source: nn.Module) -> Tensor:
     return source.scale * layer.weight_quantizer.scale
 
 
-def input_of(model: nn.Module, road: str, layer: nn.Module) -> nn.Module:
-    return layer.input_quantizer if road == "modules" else model.get_submodule("activation_quantizers.input_1")
+def input_of(model: nn.Module, route: str, layer: nn.Module) -> nn.Module:
+    return layer.input_quantizer if route == "modules" else model.get_submodule("activation_quantizers.input_1")
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_the_bias_of_a_layer_is_on_the_grid_of_its_sums(road: str) -> None:
-    prepared = quantized(road, net())
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_the_bias_of_a_layer_is_on_the_grid_of_its_sums(route: str) -> None:
+    prepared = quantized(route, net())
     layer = prepared.get_submodule("0")
-    source = input_of(prepared, road, layer)
+    source = input_of(prepared, route, layer)
     steps = steps_of(layer, source).detach()
     bias = torch.round(layer.bias / steps) * steps
     assert not torch.equal(bias, layer.bias)
-    x = X if road == "modules" else source(X)
+    x = X if route == "modules" else source(X)
     expected = nn.functional.conv2d(source(x), layer.weight_quantizer(layer.weight), bias)
     assert torch.equal(layer(x), expected)
     converted = qt.convert(prepared)
@@ -55,43 +55,43 @@ def test_the_bias_of_a_layer_is_on_the_grid_of_its_sums(road: str) -> None:
     assert torch.equal(converted.get_submodule("0").bias, layer.bias)  # the parameter itself stays as trained
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_the_grid_is_that_of_the_weight_in_this_forward(road: str) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_the_grid_is_that_of_the_weight_in_this_forward(route: str) -> None:
     """A range that follows the weight moves with the first forward after a step; a second one finds nothing new."""
-    layer = quantized(road, net()).train().get_submodule("0")
+    layer = quantized(route, net()).train().get_submodule("0")
     with torch.no_grad():
         layer.weight.mul_(3)
     y = layer(X)
     assert torch.equal(layer(X), y)
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_gradients_pass_straight_through_to_the_bias(road: str) -> None:
-    prepared = quantized(road, net())
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_gradients_pass_straight_through_to_the_bias(route: str) -> None:
+    prepared = quantized(route, net())
     prepared(X).sum().backward()
     assert torch.allclose(prepared.get_submodule("3").bias.grad, torch.full((5,), 4.0))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_copies_take_the_scale_of_their_own_quantizer(road: str, copied) -> None:
-    prepared = quantized(road, net())
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_copies_take_the_scale_of_their_own_quantizer(route: str, copied) -> None:
+    prepared = quantized(route, net())
     copied = copied(prepared)
     assert torch.equal(copied(X), prepared(X))
     layer = copied.get_submodule("0")
     before = layer.sum_steps()
-    input_of(copied, road, layer).amax = 100.0
+    input_of(copied, route, layer).amax = 100.0
     assert (layer.sum_steps() > 2 * before).all()
     assert not (prepared.get_submodule("0").sum_steps() > 2 * before).any()
 
 
 @pytest.mark.parametrize("replace_by", ["set_submodule", "an attribute", "none"])
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_the_grid_is_that_of_the_quantizer_that_is_there_now(road: str, replace_by: str) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_the_grid_is_that_of_the_quantizer_that_is_there_now(route: str, replace_by: str) -> None:
     """A quantizer that replaces another one gives the grid of the bias, without a call that announces it."""
-    prepared = quantized(road, net()).train()
+    prepared = quantized(route, net()).train()
     layer = prepared.get_submodule("0")
-    place = "0.input_quantizer" if road == "modules" else "activation_quantizers.input_1"
+    place = "0.input_quantizer" if route == "modules" else "activation_quantizers.input_1"
     prepared(X)  # in units, if it has any
     new = qt.TensorQuantizer(qt.QuantSpec(), name=place).train()
     new.amax = 50.0
@@ -100,7 +100,7 @@ def test_the_grid_is_that_of_the_quantizer_that_is_there_now(road: str, replace_
         prepared.set_submodule(place, new)
     else:
         setattr(prepared.get_submodule(parent), name, nn.Identity() if replace_by == "none" else new)
-    if road == "modules" and replace_by == "none":
+    if route == "modules" and replace_by == "none":
         layer.input_quantizer = None
     bias = layer.bias if replace_by == "none" else round_to(layer.bias, steps_of(layer, new))
     x = X if replace_by == "none" else new(X)
@@ -116,8 +116,8 @@ def round_to(bias: Tensor, steps: Tensor) -> Tensor:
     return torch.round(bias / steps).detach() * steps.detach()
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_the_bias_of_a_pruned_channel_has_the_precision_of_the_others(road: str) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_the_bias_of_a_pruned_channel_has_the_precision_of_the_others(route: str) -> None:
     """The folded shift of a batch norm behind a channel of zeros: any scale covers its weights, and 1 would be too large."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
@@ -125,7 +125,7 @@ def test_the_bias_of_a_pruned_channel_has_the_precision_of_the_others(road: str)
         model[0].weight[2] = 0
         model[0].bias[2] = model[1].bias[2] = 0.0123
     x = X / 4
-    if road == "graph":
+    if route == "graph":
         prepared = qt.prepare(model, (x,), backend="onnxruntime")
     else:
         fused = qt.fuse_modules(model, [["0", "1", "2"]])
@@ -175,9 +175,9 @@ def test_a_layer_called_on_two_grids_has_steps_for_each_call() -> None:
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_the_file_has_the_codes(tmp_path, road: str, exporter: str) -> None:
-    converted = qt.convert(quantized(road, net()))
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_the_file_has_the_codes(tmp_path, route: str, exporter: str) -> None:
+    converted = qt.convert(quantized(route, net()))
     path = tmp_path / "m.onnx"
     qt.export_onnx(converted, (X,), path, exporter=exporter)
     graph = onnx.load(str(path)).graph

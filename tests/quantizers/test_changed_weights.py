@@ -116,19 +116,19 @@ WEIGHTS = {
     "learned": qt.QuantSpec(axis=0, quantizer="lsq"),
     "histogram": qt.QuantSpec(observer="histogram"),
 }
-CASES = [(net, road) for net in NETS for road in ("prepare", "replace") if (net, road) != ("functions", "replace")]
+CASES = [(net, route) for net in NETS for route in ("prepare", "replace") if (net, route) != ("functions", "replace")]
 OF_EACH_CHANGE = [case for case in CASES if case[0] in ("linear", "conv_bn", "functions")]
 
 
 @made_once
-def quantized(net: str, road: str, weight: str) -> nn.Module:
+def quantized(net: str, route: str, weight: str) -> nn.Module:
     torch.manual_seed(3)
     build, x = NETS[net]
     model = build().train()
     mapping = qt.QConfigMapping().set_global(qt.QConfig(qt.QuantSpec(), WEIGHTS[weight]))
     if "table" in net:
         mapping = mapping.set_object_type(nn.Embedding, qt.QConfig(None, WEIGHTS[weight]))
-    if road == "prepare":
+    if route == "prepare":
         leaves = [nn.LSTM] if net == "recurrent" else []
         model = qt.prepare(model, x, backend="openvino", qconfig_mapping=mapping, leaf_modules=leaves)
     else:
@@ -290,8 +290,8 @@ def assert_equals_converted(model: nn.Module, x: Tensor) -> None:
     training=st.booleans(),
 )
 def test_prepared_equals_converted_after_any_changes(case, weight, changes, training):
-    (net, road), (_, x) = case, NETS[case[0]]
-    model = quantized(net, road, weight).train(training)
+    (net, route), (_, x) = case, NETS[case[0]]
+    model = quantized(net, route, weight).train(training)
     for change in changes:
         model = change(model, x)
         assert_equals_converted(model, x)
@@ -300,9 +300,9 @@ def test_prepared_equals_converted_after_any_changes(case, weight, changes, trai
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("net", "road"), OF_EACH_CHANGE)
-def test_prepared_equals_converted_after_each_change(net, road, training, change):
-    model, x = quantized(net, road, "channels").train(training), NETS[net][1]
+@pytest.mark.parametrize(("net", "route"), OF_EACH_CHANGE)
+def test_prepared_equals_converted_after_each_change(net, route, training, change):
+    model, x = quantized(net, route, "channels").train(training), NETS[net][1]
     model(x)
     assert_equals_converted(change(model, x), x)
 

@@ -90,7 +90,7 @@ class Net(nn.Module):
 
 
 DYNAMIC = {"dynamic": True, "symmetric": True}
-ROADS = [
+ROUTES = [
     *(({**DYNAMIC, **fields}, {"axis": 0}) for fields in TOKENS[:5]),
     ({"dynamic": True, "format": "e4m3"}, {"axis": 0, "format": "e4m3"}),
     ({"format": "e4m3"}, {"axis": 0, "format": "e4m3"}),
@@ -102,18 +102,18 @@ ROADS = [
 
 
 @made_once
-def quantized(road: str, specs: tuple[dict[str, Any], dict[str, Any]]) -> nn.Module:
+def quantized(route: str, specs: tuple[dict[str, Any], dict[str, Any]]) -> nn.Module:
     torch.manual_seed(0)
     mapping = mapping_of(*specs)
-    if road == "prepare":
+    if route == "prepare":
         return qt.prepare(Net().train(), X, backend="onnxruntime", qconfig_mapping=mapping)
     return qt.quant_modules.replace(Net().train(), qconfig_mapping=mapping, backend="tensorrt")
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-@pytest.mark.parametrize("specs", ROADS, ids=str)
-def test_formats_train_and_convert_to_what_they_compute(road: str, specs: Any) -> None:
-    model = quantized(road, specs)
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+@pytest.mark.parametrize("specs", ROUTES, ids=str)
+def test_formats_train_and_convert_to_what_they_compute(route: str, specs: Any) -> None:
+    model = quantized(route, specs)
     if not all(q.dynamic or q.of_weight for q in qt.quantizers_of(model).values()):
         qt.calibrate(model, [X], progress=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -127,10 +127,10 @@ def test_formats_train_and_convert_to_what_they_compute(road: str, specs: Any) -
     converted = qt.convert(model)
     assert torch.equal(converted(X), y)
     assert not qt.quantizers_of(converted)
-    restored = qt.convert(quantized(road, specs), state_dict=converted.state_dict())
+    restored = qt.convert(quantized(route, specs), state_dict=converted.state_dict())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(converted)), restored):
         assert torch.equal(other(X), y)
-    loaded = quantized(road, specs)
+    loaded = quantized(route, specs)
     loaded.load_state_dict(model.state_dict())
     assert torch.equal(loaded.eval()(X), y)
     with qt.disable_quantization(converted):
@@ -139,7 +139,7 @@ def test_formats_train_and_convert_to_what_they_compute(road: str, specs: Any) -
     assert name in str(qt.quantization_report(model))
 
 
-@pytest.mark.parametrize("specs", [ROADS[0], ROADS[2], ROADS[5], ROADS[-1]], ids=str)
+@pytest.mark.parametrize("specs", [ROUTES[0], ROUTES[2], ROUTES[5], ROUTES[-1]], ids=str)
 def test_compiled_code_has_no_graph_breaks(specs: Any) -> None:
     torch.compiler.reset()
     eager, model = (quantized("prepare", specs) for _ in range(2))

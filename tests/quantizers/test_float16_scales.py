@@ -37,10 +37,10 @@ def net() -> nn.Module:
     )
 
 
-def quantized(road: str = "prepare", backend: str = "tensorrt10", calibrated: bool = True, **fields: Any) -> nn.Module:
+def quantized(route: str = "prepare", backend: str = "tensorrt10", calibrated: bool = True, **fields: Any) -> nn.Module:
     activation = qt.QuantSpec(**fields)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, activation))
-    if road == "prepare":
+    if route == "prepare":
         model = qt.prepare(net().train(), X, backend=backend, qconfig_mapping=mapping)
     else:
         model = qt.quant_modules.replace(net().train(), mapping, backend=backend)
@@ -125,13 +125,13 @@ def test_specs_that_cannot_have_it() -> None:
 # ---- training
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_trained_is_deployed(name: str, road: str) -> None:
+def test_what_is_trained_is_deployed(name: str, route: str) -> None:
     """Of each kind of quantizer: the converted model computes what training does, and what is stored is not rounded."""
     activation, weight = (qt.QuantSpec(**fields, quantizer=name, scale_dtype=FLOAT16) for fields in SPECS[name])
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight.with_(axis=0)))
-    if road == "prepare":
+    if route == "prepare":
         model = qt.prepare(net().train(), X, backend="onnxruntime", qconfig_mapping=mapping)
     else:
         model = qt.quant_modules.replace(net().train(), mapping, backend="tensorrt10")

@@ -68,17 +68,17 @@ SPECS = {
     "pow2": qt.QuantSpec(pow2_scale=True),
     "nnie": qt.QuantSpec(format="nnie"),
 }
-ROADS = {"prepare": qt.prepare, "replace": qt.quant_modules.replace}
+ROUTES = {"prepare": qt.prepare, "replace": qt.quant_modules.replace}
 CASES = [
-    (name, road)
+    (name, route)
     for name in LAYERS
-    for road in ROADS
-    if (name, road) not in {("lstm", "prepare"), ("function", "replace"), ("tied_functions", "replace")}
+    for route in ROUTES
+    if (name, route) not in {("lstm", "prepare"), ("function", "replace"), ("tied_functions", "replace")}
 ]
 
 
 @made_once
-def calibrated(name: str, road: str = "prepare", spec: qt.QuantSpec | None = None) -> tuple[nn.Module, Tensor]:
+def calibrated(name: str, route: str = "prepare", spec: qt.QuantSpec | None = None) -> tuple[nn.Module, Tensor]:
     """Return a quantized model in training mode, and its input."""
     build, x = LAYERS[name]
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def calibrated(name: str, road: str = "prepare", spec: qt.QuantSpec | None = Non
         mapping = mapping.set_global(qt.QConfig(qt.QuantSpec(), spec))
     if "embedding" in name:
         mapping = mapping.set_object_type(nn.Embedding, qt.QConfig(None, qt.QuantSpec(axis=0)))
-    model = ROADS[road](build(), qconfig_mapping=mapping, backend="openvino")
+    model = ROUTES[route](build(), qconfig_mapping=mapping, backend="openvino")
     qt.calibrate(model, [x], progress=False)
     return model.train(), x
 
@@ -121,9 +121,9 @@ def recalibrated(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return scales(fresh)
 
 
-@pytest.mark.parametrize(("name", "road"), CASES)
-def test_scales_after_training_are_those_of_the_trained_weights(name, road):
-    model, x = calibrated(name, road)
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_scales_after_training_are_those_of_the_trained_weights(name, route):
+    model, x = calibrated(name, route)
     before = scales(model)
     for _ in range(3):
         step(model, x)
@@ -141,10 +141,10 @@ def test_every_spec_of_a_range_follows(name, spec):
     assert_same(scales(model.eval()), recalibrated(model, x))
 
 
-@pytest.mark.parametrize(("name", "road"), CASES)
-def test_no_weight_of_a_training_step_is_out_of_range(name, road):
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_no_weight_of_a_training_step_is_out_of_range(name, route):
     """A weight out of range gets no gradient."""
-    model, x = calibrated(name, road)
+    model, x = calibrated(name, route)
     step(model, x, 10.0)
     model(x)
     for quantizer in of_weights(model).values():
@@ -185,9 +185,9 @@ def test_training_from_a_tiny_initialization_reaches_the_float_loss():
 
 
 @pytest.mark.parametrize("which", ["all", "weights"])
-@pytest.mark.parametrize(("name", "road"), CASES)
-def test_frozen_ranges_stay(name, road, which):
-    model, x = calibrated(name, road)
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_frozen_ranges_stay(name, route, which):
+    model, x = calibrated(name, route)
     step(model, x)
     model.eval()
     before = scales(model.train())
@@ -252,10 +252,10 @@ def test_activations_keep_their_calibrated_range():
     assert torch.equal(activation.scale, before)
 
 
-@pytest.mark.parametrize(("name", "road"), CASES)
-def test_a_loaded_state_with_frozen_ranges_is_not_touched_by_changes_of_mode(name, road):
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_a_loaded_state_with_frozen_ranges_is_not_touched_by_changes_of_mode(name, route):
     """The state dict has no metadata to say that they were frozen, so the model that loads it has to know."""
-    model, _ = calibrated(name, road)
+    model, _ = calibrated(name, route)
     qt.freeze_ranges(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     for key in state:
@@ -267,9 +267,9 @@ def test_a_loaded_state_with_frozen_ranges_is_not_touched_by_changes_of_mode(nam
     assert_same(dict(model.state_dict()), state)
 
 
-@pytest.mark.parametrize(("name", "road"), CASES)
-def test_converting_in_training_mode_takes_the_trained_weights(name, road):
-    model, x = calibrated(name, road)
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_converting_in_training_mode_takes_the_trained_weights(name, route):
+    model, x = calibrated(name, route)
     step(model, x)
     converted = qt.convert(model)
     torch.testing.assert_close(converted(x), model.eval()(x))
@@ -285,16 +285,16 @@ def test_the_mode_of_a_model_that_diverged_can_be_changed(name):
         qt.convert(model)
 
 
-@pytest.mark.parametrize(("name", "road"), CASES)
-def test_a_new_parameter_in_eval_mode_gives_the_range(name, road):
-    model, _ = calibrated(name, road)
+@pytest.mark.parametrize(("name", "route"), CASES)
+def test_a_new_parameter_in_eval_mode_gives_the_range(name, route):
+    model, _ = calibrated(name, route)
     model.eval()
     before = {name: quantizer.scale for name, quantizer in quantizers_of(model).items() if quantizer.of_weight}
     for module in model.modules():
         for parameter, value in list(module.named_parameters(recurse=False)):
             setattr(module, parameter, nn.Parameter(3 * value.detach()))
     model.eval()
-    factor = 9 if (name, road) == ("conv_bn", "prepare") else 3  # the batch norm's too, where it is linked
+    factor = 9 if (name, route) == ("conv_bn", "prepare") else 3  # the batch norm's too, where it is linked
     for quantizer, scale in before.items():
         torch.testing.assert_close(quantizers_of(model)[quantizer].scale, factor * scale)
 

@@ -1,4 +1,4 @@
-"""Quantizers on all roads: prepare, replace, calibrate, train, copies, compile, convert, export.
+"""Quantizers on all routes: prepare, replace, calibrate, train, copies, compile, convert, export.
 
 They are those of the table, and two of `own.py`, which are a class and a line each.
 """
@@ -76,10 +76,10 @@ def mapping_of(name: str, axis: int | None = 0) -> qt.QConfigMapping:
 
 
 @made_once
-def quantized(name: str, road: str, axis: int | None = 0, kind: type[nn.Module] = Net) -> nn.Module:
+def quantized(name: str, route: str, axis: int | None = 0, kind: type[nn.Module] = Net) -> nn.Module:
     torch.manual_seed(0)
     net = kind().train()
-    if road == "prepare":
+    if route == "prepare":
         model = qt.prepare(
             net, X, backend="onnxruntime", qconfig_mapping=mapping_of(name, axis), training_arithmetic="float"
         )
@@ -102,10 +102,10 @@ def trained(model: nn.Module, steps: int = 3) -> nn.Module:
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("axis", [None, 0], ids=["tensor", "channel"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("name", SPECS)
-def test_a_model_trains_and_converts_to_what_it_computes(name: str, road: str, axis: int | None) -> None:
-    model = quantized(name, road, axis)
+def test_a_model_trains_and_converts_to_what_it_computes(name: str, route: str, axis: int | None) -> None:
+    model = quantized(name, route, axis)
     learned = {n: p for q in qt.quantizers_of(model).values() for n, p in q.named_parameters()}
     assert bool(learned) == QUANTIZERS[name].LEARNED
     model(X).square().mean().backward()
@@ -195,11 +195,11 @@ def test_compiled_code_has_no_graph_breaks_and_the_same_gradients(name: str) -> 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("name", SPECS)
-def test_files_have_the_codes_of_training(tmp_path: Any, name: str, road: str, exporter: str) -> None:
+def test_files_have_the_codes_of_training(tmp_path: Any, name: str, route: str, exporter: str) -> None:
     pytest.importorskip("onnxruntime")
-    model = trained(quantized(name, road)).eval()
+    model = trained(quantized(name, route)).eval()
     if name in NOT_EXPORTED:
         with pytest.raises(ValueError, match=f"cannot be written: {NOT_EXPORTED[name]}"):
             qt.export_onnx(model, X, tmp_path / "m.onnx", exporter=exporter)
@@ -227,7 +227,7 @@ def test_weights_that_are_shaped_are_stored_as_codes(tmp_path: Any, name: str) -
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_integer_road_is_the_float_one_up_to_rounding(name: str) -> None:
+def test_the_integer_route_is_the_float_one_up_to_rounding(name: str) -> None:
     model = trained(quantized(name, "prepare")).eval()
     y = model(X).detach()
     converted = qt.convert(model, arithmetic="integer")
@@ -240,12 +240,12 @@ def test_the_integer_road_is_the_float_one_up_to_rounding(name: str) -> None:
     assert ("its inputs are transformed before rounding" in report) == (name in ("apot", "qil"))
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("name", ["dorefa", "qil"])
-def test_a_batch_norm_stays_behind_a_weight_of_another_size(name: str, road: str) -> None:
-    model = quantized(name, road)
+def test_a_batch_norm_stays_behind_a_weight_of_another_size(name: str, route: str) -> None:
+    model = quantized(name, route)
     assert type(model.get_submodule("bn")) is nn.BatchNorm2d
-    if road == "prepare":
+    if route == "prepare":
         assert f"quantizer='{name}' gives all weights the size of 1" in str(qt.quantization_report(model))
     eval_mode = qt.prepare(Net().eval(), X, backend="tensorrt", qconfig_mapping=mapping_of(name))
     assert type(eval_mode.get_submodule("bn")) is nn.BatchNorm2d

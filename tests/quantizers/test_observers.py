@@ -304,7 +304,7 @@ def test_copies_casts_and_a_reset(observer: str) -> None:
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
-def test_a_model_trains_with_it_on_both_roads(observer: str) -> None:
+def test_a_model_trains_with_it_on_both_routes(observer: str) -> None:
     """Weights too; a range that its observer does not follow stays as calibrated."""
     spec = spec_of(observer, axis=0)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec_of(observer), spec))

@@ -1,4 +1,4 @@
-"""The small network of the training tests, prepared on both roads."""
+"""The small network of the training tests, prepared on both routes."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ import qtoolkit as qt
 from tests.copies import made_once
 
 SHAPE = (4, 3, 6, 6)
-ROADS = ("graph", "modules")
+ROUTES = ("graph", "modules")
 
 
 class Net(nn.Module):
@@ -31,21 +31,21 @@ def mapping(quantizer: str = "lsq", observer: str = "minmax") -> qt.QConfigMappi
 
 
 def quantized(
-    road: str = "graph", quantizer: str = "lsq", model: nn.Module | None = None, observer: str = "minmax"
+    route: str = "graph", quantizer: str = "lsq", model: nn.Module | None = None, observer: str = "minmax"
 ) -> nn.Module:
-    """Return the network in training mode, prepared or replaced on one of `ROADS`, without ranges of activations."""
+    """Return the network in training mode, prepared or replaced on one of `ROUTES`, without ranges of activations."""
     model = Net() if model is None else model
-    if road == "graph":
+    if route == "graph":
         return qt.prepare(model.train(), qconfig_mapping=mapping(quantizer, observer), backend="onnxruntime")
     fused = qt.fuse_modules(model.train(), [["conv", "bn"]])
     return qt.quant_modules.replace(fused, mapping(quantizer, observer), backend="onnxruntime").train()
 
 
 @made_once
-def learned(road: str = "graph", quantizer: str = "lsq") -> nn.Module:
+def learned(route: str = "graph", quantizer: str = "lsq") -> nn.Module:
     """Return the network, calibrated, by default with learned scales."""
     torch.manual_seed(0)
-    model = quantized(road, quantizer)
+    model = quantized(route, quantizer)
     qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
     return model.train()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from tests.training.layers import CASES, first_of, quantized_layer
-from tests.training.nets import ROADS, SHAPE, learned, loss_of
+from tests.training.nets import ROUTES, SHAPE, learned, loss_of
 
 HALVES = (torch.bfloat16, torch.float16)
 MODES = {
@@ -142,10 +142,10 @@ def gradients(model: nn.Module, x: Tensor, mode: str) -> dict[str, Tensor]:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
-@pytest.mark.parametrize("road", ROADS)
-def test_gradients_are_those_of_float32(road: str, quantizer: str, mode: str) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_are_those_of_float32(route: str, quantizer: str, mode: str) -> None:
     """Within the roundings, after which some values take the next code. The terms of a scale's gradient cancel."""
-    model, x = learned(road, quantizer), torch.randn(64, *SHAPE[1:])
+    model, x = learned(route, quantizer), torch.randn(64, *SHAPE[1:])
     wanted = gradients(copy.deepcopy(model), x, "float32")
     found = gradients(cast(mode, model), x, mode)
     bound = {"float32": 0.0, "float64": 0.001, "float16": 0.01, "bfloat16": 0.02}[mode.removeprefix("autocast ")]
@@ -157,9 +157,9 @@ def test_gradients_are_those_of_float32(road: str, quantizer: str, mode: str) ->
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("road", ROADS)
-def test_the_loss_falls_and_the_model_is_converted_in_float32(road: str, mode: str, quantizer: str) -> None:
-    model, x = cast(mode, learned(road, quantizer)), cast(mode, torch.randn(16, *SHAPE[1:]))
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_loss_falls_and_the_model_is_converted_in_float32(route: str, mode: str, quantizer: str) -> None:
+    model, x = cast(mode, learned(route, quantizer)), cast(mode, torch.randn(16, *SHAPE[1:]))
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=mode == "autocast float16")
     losses = []
@@ -177,10 +177,10 @@ def test_the_loss_falls_and_the_model_is_converted_in_float32(road: str, mode: s
     assert torch.equal(qt.convert(model)(x), model.eval()(x))
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_model_trained_under_autocast_is_exported(road: str, tmp_path) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_model_trained_under_autocast_is_exported(route: str, tmp_path) -> None:
     pytest.importorskip("onnxruntime")
-    model, x = learned(road), torch.randn(SHAPE)
+    model, x = learned(route), torch.randn(SHAPE)
     optimizer = torch.optim.AdamW(qt.parameter_groups(model), 1e-3, fused=True)
     for _ in range(2):
         optimizer.zero_grad()
@@ -194,9 +194,9 @@ def test_a_model_trained_under_autocast_is_exported(road: str, tmp_path) -> None
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("mode", ["autocast bfloat16", "autocast float16"])
-@pytest.mark.parametrize("road", ROADS)
-def test_the_loss_falls_on_a_gpu(road: str, mode: str) -> None:
-    model, x = learned(road).cuda(), torch.randn(16, *SHAPE[1:], device="cuda")
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_loss_falls_on_a_gpu(route: str, mode: str) -> None:
+    model, x = learned(route).cuda(), torch.randn(16, *SHAPE[1:], device="cuda")
     optimizer = torch.optim.AdamW(qt.parameter_groups(model), 0.01, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=mode == "autocast float16")
     losses = []

@@ -35,7 +35,7 @@ def images(seed: int = 0) -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
-def prepared(device: str, quantizer: str = "lsq", observer: str = "histogram", road: str = "graph") -> nn.Module:
+def prepared(device: str, quantizer: str = "lsq", observer: str = "histogram", route: str = "graph") -> nn.Module:
     """Return the network of all layer kinds, calibrated on the device."""
     torch.manual_seed(0)
     pow2, affine, bits = observer.startswith("pow2"), quantizer in AFFINE, 4 if quantizer in FEW_BITS else 8
@@ -45,7 +45,7 @@ def prepared(device: str, quantizer: str = "lsq", observer: str = "histogram", r
     weight = qt.QuantSpec(bits, quantizer="fixed" if quantizer in OF_ACTIVATIONS else quantizer, axis=0)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec, weight))
     model, x = ConvNet().to(device).train(), images().to(device)
-    if road == "graph":
+    if route == "graph":
         model = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="onnxruntime")
     else:
         model = qt.quant_modules.replace(model, mapping, backend="onnxruntime")
@@ -78,11 +78,11 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
+@pytest.mark.parametrize("route", ["graph", "modules"])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_steps_are_those_of_the_cpu(quantizer: str, road: str) -> None:
+def test_steps_are_those_of_the_cpu(quantizer: str, route: str) -> None:
     """Sums in another order move a code here and there, of 4 bits a large one: the first loss is near, the others follow."""
-    on_cpu = prepared("cpu", quantizer, road=road)
+    on_cpu = prepared("cpu", quantizer, route=route)
     on_gpu = copy.deepcopy(on_cpu).cuda()
     found, wanted = (losses(model, optimizer_of(model)) for model in (on_gpu, on_cpu))
     assert found[0] == pytest.approx(wanted[0], rel=0.005)
@@ -118,10 +118,10 @@ def test_a_layer_is_that_of_the_cpu(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq", "tqt", "dsq"])
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_no_step_waits_for_the_device(road: str, quantizer: str, last: bool, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_no_step_waits_for_the_device(route: str, quantizer: str, last: bool, dtype: torch.dtype | None) -> None:
     """The first steps follow the ranges of their inputs; what they found is read after a few of them alone (LOOKED_AT)."""
-    model = prepared("cuda", quantizer, road=road)
+    model = prepared("cuda", quantizer, route=route)
     x = images().cuda()
     if last:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
@@ -173,11 +173,11 @@ def test_a_captured_step_trains_as_any_other(quantizer: str) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
+@pytest.mark.parametrize("route", ["graph", "modules"])
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
-def test_evaluation_has_the_weights_of_captured_steps(quantizer: str, road: str) -> None:
+def test_evaluation_has_the_weights_of_captured_steps(quantizer: str, route: str) -> None:
     """A replay trains without Python, so that no version of a parameter says that it has changed."""
-    model, x = settled(prepared("cuda", quantizer, road=road)), images().cuda()
+    model, x = settled(prepared("cuda", quantizer, route=route)), images().cuda()
     graph, _ = captured_step(model, x)
     before = model.eval()(x)
     for _ in range(3):
@@ -247,11 +247,11 @@ def test_converted_models_agree(quantizer: str, arithmetic: str) -> None:
         torch.testing.assert_close(converted(x.cuda()).cpu(), copy.deepcopy(converted).cpu()(x), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_a_model_on_the_gpu_is_exported(road: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_a_model_on_the_gpu_is_exported(route: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model = prepared("cuda", "lsq", road=road)
+    model = prepared("cuda", "lsq", route=route)
     losses(model, optimizer_of(model))
     qt.export_onnx(model, images().cuda(), tmp_path / "model.onnx")  # verifies the codes
 

@@ -41,10 +41,10 @@ def images() -> Tensor:
     return torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def quantized(road: str, model: nn.Module, quantizer: str = "fixed", **options: str) -> nn.Module:
+def quantized(route: str, model: nn.Module, quantizer: str = "fixed", **options: str) -> nn.Module:
     config = qt.QConfig(qt.QuantSpec(quantizer=quantizer), qt.QuantSpec(quantizer=quantizer, axis=0))
     mapping = qt.QConfigMapping().set_global(config)
-    if road == "graph":
+    if route == "graph":
         prepared = qt.prepare(model.train(), (images(),), qconfig_mapping=mapping, backend="tensorrt10", **options)
     else:
         prepared = qt.quant_modules.replace(model.train(), mapping, backend="tensorrt10", **options)
@@ -61,13 +61,13 @@ def penalty(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return value.detach(), [model.get_parameter(name).grad for name in names]
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
+@pytest.mark.parametrize("route", ["graph", "modules"])
 @pytest.mark.parametrize("how", ["prepare", "set"])
-def test_penalties_are_those_of_the_float_model_with_quantizers_off(road: str, how: str) -> None:
+def test_penalties_are_those_of_the_float_model_with_quantizers_off(route: str, how: str) -> None:
     torch.manual_seed(0)
     model = Net().double()
     options = {"training_arithmetic": "float", "save": "float"} if how == "prepare" else {}
-    prepared = quantized(road, copy.deepcopy(model).float(), **options).double()
+    prepared = quantized(route, copy.deepcopy(model).float(), **options).double()
     if how == "set":
         qt.nn.set_training_arithmetic(prepared, arithmetic="float", save="float")
     x = leaf(images().double())
@@ -82,10 +82,10 @@ def test_penalties_are_those_of_the_float_model_with_quantizers_off(road: str, h
     assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_gradgradcheck(road: str) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_gradgradcheck(route: str) -> None:
     torch.manual_seed(0)
-    prepared = quantized(road, Net(), training_arithmetic="float", save="float").double()
+    prepared = quantized(route, Net(), training_arithmetic="float", save="float").double()
     with qt.disable_quantization(prepared):
         assert torch.autograd.gradgradcheck(prepared, (leaf(images()[:2, :, :4, :4].double()),), atol=1e-4)
 

@@ -42,11 +42,11 @@ def calibrated(model: nn.Module, *batches: Tensor, **spec: object) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_gradients_of_a_deep_net_with_initial_statistics_are_those_without_quantizers(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_gradients_of_a_deep_net_with_initial_statistics_are_those_without_quantizers(route: str) -> None:
     """With ranges by running statistics that are not the batch's, the error grew with each layer: to 1e20 behind 48."""
     model, x = chain(48), torch.randn(16, 3, 8, 8)
-    if road == "prepare":
+    if route == "prepare":
         quantized = calibrated(model, x)
     else:
         quantized = qt.quant_modules.replace(model, backend="tensorrt10")
@@ -202,12 +202,13 @@ def test_a_copy_made_before_a_step_is_not_changed_by_it() -> None:
     assert torch.equal(copied(x), before)
 
 
-def adversaries(road: str, calibrates: bool = True) -> tuple[nn.Module, nn.Module]:
+def adversaries(route: str, calibrates: bool = True) -> tuple[nn.Module, nn.Module]:
     """A generator and a discriminator, which two optimizers train."""
     torch.manual_seed(0)
     floats = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, width)).train() for width in (4, 1)]
     models = [
-        (qt.prepare if road == "prepare" else qt.quant_modules.replace)(model, backend="tensorrt10") for model in floats
+        (qt.prepare if route == "prepare" else qt.quant_modules.replace)(model, backend="tensorrt10")
+        for model in floats
     ]
     for model in models if calibrates else ():
         qt.calibrate(model, [torch.ones(2, 4)], progress=False)
@@ -226,13 +227,13 @@ def adversarial_steps(generator: nn.Module, discriminator: nn.Module, begin: int
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "load_state_dict"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_adversaries_resumed_in_their_first_steps_go_on_bit_for_bit(road: str, how: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_adversaries_resumed_in_their_first_steps_go_on_bit_for_bit(route: str, how: str) -> None:
     """Any optimizer's step ends one: the discriminator, which both losses call, has two where the generator has one."""
-    models = adversaries(road)
+    models = adversaries(route)
     adversarial_steps(*models, 0, 4)
     if how == "load_state_dict":
-        resumed = adversaries(road, calibrates=False)
+        resumed = adversaries(route, calibrates=False)
         for new, old in zip(resumed, models, strict=True):
             new.load_state_dict(old.state_dict())
     else:
@@ -305,8 +306,8 @@ def test_a_quantizer_that_rounds_all_to_zero_says_so() -> None:
         steps(model, 3, value=1.0)
 
 
-@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
-def test_a_branch_that_begins_with_zeros_says_nothing(road: Callable) -> None:
+@pytest.mark.parametrize("route", [qt.prepare, qt.quant_modules.replace])
+def test_a_branch_that_begins_with_zeros_says_nothing(route: Callable) -> None:
     """A last gamma of 0, as in residual blocks: in the second step its range is still that of zeros, and follows."""
 
     class Residual(nn.Module):
@@ -320,7 +321,7 @@ def test_a_branch_that_begins_with_zeros_says_nothing(road: Callable) -> None:
             y = self.first(x)
             return self.last(y + self.branch(y))
 
-    model = road(Residual().train(), backend="onnxruntime")
+    model = route(Residual().train(), backend="onnxruntime")
     x = torch.randn(16, 4)
     qt.calibrate(model, [x], progress=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -371,8 +372,8 @@ def base_of(rows: Tensor, scale: Tensor, spec: qt.QuantSpec, factors: Tensor) ->
 
 @pytest.mark.parametrize("observer", ["minmax", "lsq", "histogram", "moving_average"])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_calibration_keeps_the_rate_of_the_trained_weight(road: str, bits: int, observer: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_calibration_keeps_the_rate_of_the_trained_weight(route: str, bits: int, observer: str) -> None:
     """Channels whose batch-norm factors are a hundredfold apart train their scales as the weight's own scales would."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2)).train()
@@ -381,7 +382,7 @@ def test_calibration_keeps_the_rate_of_the_trained_weight(road: str, bits: int, 
     spec = qt.QuantSpec(bits=bits, quantizer="lsq", axis=0, observer=observer)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, spec))
     x = torch.randn(4, 3, 8, 8)
-    if road == "prepare":
+    if route == "prepare":
         quantized = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt10")
     else:
         quantized = qt.quant_modules.replace(

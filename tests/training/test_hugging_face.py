@@ -1,4 +1,4 @@
-"""A model of Hugging Face from its config: both roads, calibration, training, conversion and a verified file."""
+"""A model of Hugging Face from its config: both routes, calibration, training, conversion and a verified file."""
 
 from pathlib import Path
 from typing import Any
@@ -48,17 +48,17 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @made_once
-def quantized(road: str) -> nn.Module:
+def quantized(route: str) -> nn.Module:
     torch.manual_seed(0)
     model = Classifier().train()
-    if road == "traced":
+    if route == "traced":
         return qt.prepare(model, batch(0), backend="tensorrt-nlp")
-    return qt.quant_modules.replace(model, W8A8 if road == "replaced" else W4A8, backend="tensorrt10")
+    return qt.quant_modules.replace(model, W8A8 if route == "replaced" else W4A8, backend="tensorrt10")
 
 
-@pytest.mark.parametrize("road", ["replaced", "groups per token", "traced"])
-def test_it_is_calibrated_trained_and_converted(road: str) -> None:
-    model = quantized(road)
+@pytest.mark.parametrize("route", ["replaced", "groups per token", "traced"])
+def test_it_is_calibrated_trained_and_converted(route: str) -> None:
+    model = quantized(route)
     report = qt.calibrate(model, [batch(seed) for seed in range(3)], progress=False)
     assert report.unreached == ()
     layers = [name for name, module in model.named_modules() if isinstance(module, qt.nn.QuantLinear)]
@@ -76,16 +76,16 @@ def test_it_is_calibrated_trained_and_converted(road: str) -> None:
     assert losses[-1] < 0.7 * losses[0]
     y = model.eval()(inputs, mask)
     assert torch.equal(qt.convert(model)(inputs, mask), y)
-    again = quantized(road)
+    again = quantized(route)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.eval()(inputs, mask), y)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ["replaced", "traced"])
-def test_its_file_has_the_codes_of_the_model(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("route", ["replaced", "traced"])
+def test_its_file_has_the_codes_of_the_model(tmp_path: Path, route: str) -> None:
     pytest.importorskip("onnxruntime")
-    model = quantized(road).eval()
+    model = quantized(route).eval()
     qt.calibrate(model, [batch(seed) for seed in range(3)], progress=False)
     result: Any = qt.export_onnx(model, batch(0), tmp_path / "bert.onnx")
     assert result.verification.weight_codes.differing == 0

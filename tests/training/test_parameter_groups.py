@@ -25,9 +25,9 @@ def names_of(groups: list[dict]) -> dict[str, list[str]]:
     return {group["name"]: group["param_names"] for group in groups}
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_each_trainable_parameter_is_in_one_group(road: str) -> None:
-    model = learned(road)
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_each_trainable_parameter_is_in_one_group(route: str) -> None:
+    model = learned(route)
     groups = qt.parameter_groups(model)
     parameters = dict(model.named_parameters())
     listed = [name for group in groups for name in group["param_names"]]
@@ -59,9 +59,9 @@ class Positions(nn.Module):
         return {"_table"}
 
 
-@pytest.mark.parametrize("road", [qt.prepare, qt.quant_modules.replace])
-def test_a_model_exempts_parameters_from_weight_decay(road: Callable) -> None:
-    model = road(Positions(), backend="tensorrt10")
+@pytest.mark.parametrize("route", [qt.prepare, qt.quant_modules.replace])
+def test_a_model_exempts_parameters_from_weight_decay(route: Callable) -> None:
+    model = route(Positions(), backend="tensorrt10")
     assert names_of(qt.parameter_groups(model)) == {
         "weights": ["fc.weight"],
         "no_decay": ["place", "bias_table", "fc.bias"],

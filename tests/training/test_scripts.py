@@ -1,4 +1,4 @@
-"""What ordinary training scripts do with a model, on both roads: a test each."""
+"""What ordinary training scripts do with a model, on both routes: a test each."""
 
 import copy
 import io
@@ -14,10 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
-from tests.training.nets import ROADS, SHAPE, Net, learned, loss_of, quantized, step
+from tests.training.nets import ROUTES, SHAPE, Net, learned, loss_of, quantized, step
 
 QUANTIZERS = ("lsq", "fixed")
-each_road = pytest.mark.parametrize("road", ROADS)
+each_route = pytest.mark.parametrize("route", ROUTES)
 each_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS)
 
 
@@ -56,9 +56,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @each_quantizer
-@each_road
-def test_copies_train_the_same(road: str, quantizer: str, copied: Callable[[nn.Module], nn.Module]) -> None:
-    model = learned(road, quantizer)
+@each_route
+def test_copies_train_the_same(route: str, quantizer: str, copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = learned(route, quantizer)
     train(model, sgd(model), 1)  # in the middle of a training
     twin = copied(model)
     for each in (model, twin):
@@ -68,9 +68,9 @@ def test_copies_train_the_same(road: str, quantizer: str, copied: Callable[[nn.M
 
 
 @each_quantizer
-@each_road
-def test_a_calibrated_state_is_loaded_strictly_both_ways(road: str, quantizer: str) -> None:
-    model, fresh = learned(road, quantizer), quantized(road, quantizer)
+@each_route
+def test_a_calibrated_state_is_loaded_strictly_both_ways(route: str, quantizer: str) -> None:
+    model, fresh = learned(route, quantizer), quantized(route, quantizer)
     train(model, sgd(model))
     fresh.load_state_dict(saved(model.state_dict()), strict=True)
     x = torch.randn(SHAPE)
@@ -80,14 +80,14 @@ def test_a_calibrated_state_is_loaded_strictly_both_ways(road: str, quantizer: s
     assert_same(model, fresh)
     floats = Net()
     floats.load_state_dict({k: v for k, v in model.state_dict().items() if k in floats.state_dict()}, strict=True)
-    quantized(road, quantizer).load_state_dict(saved(floats.state_dict()), strict=True)
+    quantized(route, quantizer).load_state_dict(saved(floats.state_dict()), strict=True)
 
 
 @each_quantizer
-@each_road
-def test_what_runs_in_inference_mode_leaves_the_training_as_it_is(road: str, quantizer: str) -> None:
+@each_route
+def test_what_runs_in_inference_mode_leaves_the_training_as_it_is(route: str, quantizer: str) -> None:
     (x,) = batches(1, seed=0)
-    models = [quantized(road, quantizer, Net()) for _ in range(2)]
+    models = [quantized(route, quantizer, Net()) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model, block in zip(models, (torch.no_grad, torch.inference_mode), strict=True):
         with block():
@@ -107,10 +107,10 @@ def test_what_runs_in_inference_mode_leaves_the_training_as_it_is(road: str, qua
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("buffers", [False, True])
 @each_quantizer
-@each_road
-def test_an_average_is_evaluated_at_any_time(road: str, quantizer: str, buffers: bool) -> None:
+@each_route
+def test_an_average_is_evaluated_at_any_time(route: str, quantizer: str, buffers: bool) -> None:
     """Ranges that follow the weights are those of the averaged weights, each time."""
-    model = learned(road, quantizer)
+    model = learned(route, quantizer)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=buffers)
     optimizer, x = torch.optim.SGD(model.parameters(), 0.5), torch.randn(SHAPE)
     for epoch in range(3):
@@ -120,7 +120,7 @@ def test_an_average_is_evaluated_at_any_time(road: str, quantizer: str, buffers:
         assert y.isfinite().all()
         assert torch.equal(y, qt.convert(ema.module)(x))
         if quantizer == "fixed":
-            recalibrated = quantized(road, quantizer)
+            recalibrated = quantized(route, quantizer)
             recalibrated.load_state_dict({k: v for k, v in ema.module.state_dict().items() if k in Net().state_dict()})
             for name in ("stem", "conv", "fc"):
                 scales = (each.get_submodule(f"{name}.weight_quantizer").scale for each in (ema.module, recalibrated))
@@ -143,10 +143,10 @@ def scaled_unseen(weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [scaled_in_place, given_new_storage, scaled_unseen])
-@each_road
-def test_a_weight_that_other_code_changes_is_converted_with_its_own_range(road: str, change) -> None:
-    model = learned(road, "fixed").eval()
-    names = ("stem", "fc") if road == "graph" else ("conv", "fc")
+@each_route
+def test_a_weight_that_other_code_changes_is_converted_with_its_own_range(route: str, change) -> None:
+    model = learned(route, "fixed").eval()
+    names = ("stem", "fc") if route == "graph" else ("conv", "fc")
     before = {name: model.get_submodule(f"{name}.weight_quantizer").scale.clone() for name in names}
     for name in names:
         change(model.get_submodule(name).weight)
@@ -191,9 +191,9 @@ def test_weights_of_functions_have_their_own_range_in_an_average(copied: Callabl
 
 
 @each_quantizer
-@each_road
-def test_accumulated_gradients_are_those_of_the_larger_batch(road: str, quantizer: str) -> None:
-    model = learned(road, quantizer).double()
+@each_route
+def test_accumulated_gradients_are_those_of_the_larger_batch(route: str, quantizer: str) -> None:
+    model = learned(route, quantizer).double()
     qt.freeze_batch_norm(model)
     twin, x = copy.deepcopy(model), torch.randn(8, *SHAPE[1:], dtype=torch.float64)
     loss_of(model, x).backward()
@@ -203,9 +203,9 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(road: str, quantize
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@each_road
-def test_clipped_gradients_have_the_norm(road: str) -> None:
-    model = learned(road)
+@each_route
+def test_clipped_gradients_have_the_norm(route: str) -> None:
+    model = learned(route)
     (loss_of(model, torch.randn(SHAPE)) * 1e3).backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
@@ -215,11 +215,11 @@ def test_clipped_gradients_have_the_norm(road: str) -> None:
 
 
 @each_quantizer
-@each_road
-def test_zeroed_gradients_train_like_none(road: str, quantizer: str) -> None:
+@each_route
+def test_zeroed_gradients_train_like_none(route: str, quantizer: str) -> None:
     models = []
     for set_to_none in (True, False):
-        model = learned(road, quantizer)
+        model = learned(route, quantizer)
         optimizer = sgd(model)
         for x in batches(3):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -231,9 +231,9 @@ def test_zeroed_gradients_train_like_none(road: str, quantizer: str) -> None:
 
 
 @each_quantizer
-@each_road
-def test_functional_call_differentiates_in_every_parameter(road: str, quantizer: str) -> None:
-    model, x = learned(road, quantizer), torch.randn(SHAPE)
+@each_route
+def test_functional_call_differentiates_in_every_parameter(route: str, quantizer: str) -> None:
+    model, x = learned(route, quantizer), torch.randn(SHAPE)
     parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     twin = copy.deepcopy(model)
     y = torch.func.functional_call(model, parameters, (x,))
@@ -247,9 +247,9 @@ def test_functional_call_differentiates_in_every_parameter(road: str, quantizer:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_quantizer
-@each_road
-def test_a_checkpointed_training_is_the_plain_one(road: str, quantizer: str, reentrant: bool) -> None:
-    model = learned(road, quantizer)
+@each_route
+def test_a_checkpointed_training_is_the_plain_one(route: str, quantizer: str, reentrant: bool) -> None:
+    model = learned(route, quantizer)
     if reentrant:
         # Its first forward, without gradients, computes in float, and ranges and statistics take its rounding.
         qt.freeze_batch_norm(model)
@@ -275,10 +275,10 @@ def past_first_steps(model: nn.Module) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.sweep(1)
 @each_quantizer
-@each_road
-def test_a_checkpoint_in_compiled_code_is_the_plain_training(road: str, quantizer: str) -> None:
+@each_route
+def test_a_checkpoint_in_compiled_code_is_the_plain_training(route: str, quantizer: str) -> None:
     """torch.compile would recompute it from statistics that have moved."""
-    model = past_first_steps(learned(road, quantizer))
+    model = past_first_steps(learned(route, quantizer))
     twin = copy.deepcopy(model)
     optimizers = sgd(model), sgd(twin)
     torch._dynamo.reset()
@@ -293,10 +293,10 @@ def test_a_checkpoint_in_compiled_code_is_the_plain_training(road: str, quantize
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
-@pytest.mark.parametrize("road", [ROADS[0], pytest.param(ROADS[1], marks=pytest.mark.sweep)])  # the same batch norm
-def test_compiled_code_in_a_checkpoint_has_the_gradients_of_plain_code(road: str, quantizer: str) -> None:
+@pytest.mark.parametrize("route", [ROUTES[0], pytest.param(ROUTES[1], marks=pytest.mark.sweep)])  # the same batch norm
+def test_compiled_code_in_a_checkpoint_has_the_gradients_of_plain_code(route: str, quantizer: str) -> None:
     """The recomputation begins no step, so it folds with the variance of the forward. In the second step too."""
-    model = past_first_steps(learned(road, quantizer))
+    model = past_first_steps(learned(route, quantizer))
     twin = copy.deepcopy(model)
     torch._dynamo.reset()
     compiled = torch.compile(twin, backend="aot_eager")
@@ -321,10 +321,10 @@ def test_compiled_code_in_a_checkpoint_has_the_gradients_of_plain_code(road: str
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @each_quantizer
-@each_road
-def test_a_cast_between_steps(road: str, quantizer: str, dtype: torch.dtype) -> None:
+@each_route
+def test_a_cast_between_steps(route: str, quantizer: str, dtype: torch.dtype) -> None:
     """Scales stay in float32 at least; the way back gives a model that trains, converts and resumes."""
-    model = learned(road, quantizer)
+    model = learned(route, quantizer)
     optimizer, groups = sgd(model), {id(p) for p in model.parameters()}
     train(model, optimizer)
     scales = {name: each.scale.clone() for name, each in qt.quantizers_of(model).items()}
@@ -344,10 +344,10 @@ def test_a_cast_between_steps(road: str, quantizer: str, dtype: torch.dtype) -> 
     assert torch.equal(qt.convert(model)(x), model.eval()(x))
 
 
-@each_road
-def test_a_model_goes_through_the_meta_device(road: str) -> None:
+@each_route
+def test_a_model_goes_through_the_meta_device(route: str) -> None:
     """As scripts do that load a checkpoint without a second copy in memory."""
-    model = learned(road)
+    model = learned(route)
     train(model, sgd(model))
     state = saved(model.state_dict())
     other = copy.deepcopy(model).to("meta")
@@ -367,13 +367,13 @@ def test_a_model_goes_through_the_meta_device(road: str) -> None:
     ids=["lsq", "fixed", "moving ranges"],
 )
 @pytest.mark.parametrize("fused", [False, True])
-@each_road
-def test_a_resumed_training_goes_on_bit_for_bit(road: str, quantizer: str, fused: bool, observing: bool) -> None:
+@each_route
+def test_a_resumed_training_goes_on_bit_for_bit(route: str, quantizer: str, fused: bool, observing: bool) -> None:
     """Model, optimizer, scheduler and random numbers, from a file that holds tensors and plain values only."""
 
     def script() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         torch.manual_seed(3)
-        model = quantized(road, quantizer, Net(0.3), "moving_average" if observing else "minmax")
+        model = quantized(route, quantizer, Net(0.3), "moving_average" if observing else "minmax")
         optimizer = torch.optim.AdamW(qt.parameter_groups(model, weight_decay=1e-2), 1e-2, fused=fused)
         return (
             model,
@@ -421,10 +421,10 @@ class Compilations:
 
 @pytest.mark.sweep(1)
 @each_quantizer
-@each_road
-def test_a_training_compiles_once_for_each_mode(road: str, quantizer: str) -> None:
+@each_route
+def test_a_training_compiles_once_for_each_mode(route: str, quantizer: str) -> None:
     """fullgraph, with batch norms that move, weights that change, and batches of several sizes."""
-    model, counter = learned(road, quantizer), Compilations()
+    model, counter = learned(route, quantizer), Compilations()
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     optimizers = sgd(model), sgd(twin)
@@ -478,9 +478,9 @@ def test_an_exported_training_calls_a_layer_twice(name: str, symmetric: bool) ->
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("strict", [False, True])
 @each_quantizer
-@each_road
-def test_prepared_and_converted_models_are_exported(road: str, quantizer: str, strict: bool) -> None:
-    model = learned(road, quantizer).eval()
+@each_route
+def test_prepared_and_converted_models_are_exported(route: str, quantizer: str, strict: bool) -> None:
+    model = learned(route, quantizer).eval()
     batch = torch.export.Dim("batch", min=2)
     for each in (model, qt.convert(model)):
         program = torch.export.export(each, (torch.randn(SHAPE),), dynamic_shapes=({0: batch},), strict=strict)

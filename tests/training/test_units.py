@@ -96,10 +96,10 @@ def spec(kind: str, bits: int, observer: str, axis: int | None = None) -> qt.Qua
     )
 
 
-def quantized(kind: str, bits: int, observer: str, road: str, model: nn.Module, x: Tensor) -> nn.Module:
+def quantized(kind: str, bits: int, observer: str, route: str, model: nn.Module, x: Tensor) -> nn.Module:
     weights = spec(OF_WEIGHTS.get(kind, kind), bits, observer, axis=0)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(spec(kind, bits, observer), weights))
-    if road == "prepare":
+    if route == "prepare":
         made = qt.prepare(model, (x[:2],), backend="academic", qconfig_mapping=mapping, training_arithmetic="float")
     else:
         made = qt.quant_modules.replace(
@@ -150,8 +150,8 @@ def cases() -> list[tuple[str, str]]:
 
 
 @functools.cache
-def plain(kind: str, bits: int, observer: str, road: str, optimizer: Callable) -> Result:
-    return trained(quantized(kind, bits, observer, road, net(1.0, 1.0), images()), images(), optimizer)
+def plain(kind: str, bits: int, observer: str, route: str, optimizer: Callable) -> Result:
+    return trained(quantized(kind, bits, observer, route, net(1.0, 1.0), images()), images(), optimizer)
 
 
 def same_start(one: nn.Module, other: nn.Module, factors: tuple[float, ...]) -> None:
@@ -171,7 +171,7 @@ def same_start(one: nn.Module, other: nn.Module, factors: tuple[float, ...]) -> 
 
 
 def check(case: tuple, of_input: float, of_middle: float, optimizer: Callable, rtol: float) -> None:
-    """Compare the trainings of a kind, bits, observer and road in two units."""
+    """Compare the trainings of a kind, bits, observer and route in two units."""
     x = images() * of_input
     compare(
         trained(quantized(*case, net(of_input, of_middle), x), x, optimizer), plain(*case, optimizer), case[0], rtol
@@ -194,28 +194,28 @@ def bits_of(kind: str, bits: int) -> int:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("where", ["input", "middle"])
 @pytest.mark.parametrize("factor", [2.0**-8, 2.0**-4, 2.0**4, 2.0**8])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("kind", "observer"), cases())
 def test_a_power_of_two_changes_nothing(
-    kind: str, observer: str, bits: int, road: str, factor: float, where: str
+    kind: str, observer: str, bits: int, route: str, factor: float, where: str
 ) -> None:
     factors = (factor, 1.0) if where == "input" else (1.0, factor)
-    check((kind, bits_of(kind, bits), observer, road), *factors, by_sgd, rtol=2e-3)
+    check((kind, bits_of(kind, bits), observer, route), *factors, by_sgd, rtol=2e-3)
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("where", ["input", "middle"])
 @pytest.mark.parametrize("factor", [1 / 255, 255.0])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("kind", "observer"), [case for case in cases() if case[0] != "tqt" and case[1] not in POW2])
 def test_any_factor_changes_nothing_but_rounding(
-    kind: str, observer: str, bits: int, road: str, factor: float, where: str
+    kind: str, observer: str, bits: int, route: str, factor: float, where: str
 ) -> None:
     """But for the codes that lie on ties, and the bins of histograms, which are powers of two. Scales of tqt are, too."""
     of_input, of_middle = (factor, 1.0) if where == "input" else (1.0, factor)
-    case, x = (kind, bits_of(kind, bits), observer, road), images() * of_input
+    case, x = (kind, bits_of(kind, bits), observer, route), images() * of_input
     if (*case, where) == ON_A_TIE:
         pytest.skip("rounding decides about a code")
     one, other = quantized(*case, net(1.0, 1.0), images()), quantized(*case, net(of_input, of_middle), x)

@@ -44,17 +44,17 @@ class Head(nn.Module):
         return self.bn(self.conv(x)).mean() + self.bn(self.conv(3 * x + 1)).mean()
 
 
-@pytest.mark.parametrize("road", ["float", "prepare", "replace"])
-def test_each_call_of_a_batch_norm_counts(road: str) -> None:
+@pytest.mark.parametrize("route", ["float", "prepare", "replace"])
+def test_each_call_of_a_batch_norm_counts(route: str) -> None:
     model, batches = Head().train(), [torch.randn(8, 3, 8, 8) for _ in range(3)]
-    roads = {
+    routes = {
         "float": lambda m: m,
         "prepare": lambda m: qt.prepare(m, batches[0], backend="tensorrt10"),
         "replace": lambda m: qt.quant_modules.replace(m, backend="tensorrt10"),
     }
     with torch.no_grad():
         values = torch.cat([model.conv(x) for batch in batches for x in (batch, 3 * batch + 1)])
-    estimated = roads[road](model)
+    estimated = routes[route](model)
     qt.disable_quantization(estimated)
     qt.tuning.reestimate_batch_norm(estimated, batches, progress=False)
     channels = values.transpose(0, 1).flatten(1)
@@ -86,15 +86,15 @@ def test_one_batch_gives_what_torch_takes_from_it() -> None:
 
 
 @pytest.mark.parametrize("quantizer", ["fixed", "lsq"])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_the_codes_of_weights_stay(quantizer: str, road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_the_codes_of_weights_stay(quantizer: str, route: str) -> None:
     """They depend on the batch norm's factor: with other codes the statistics would be those of another model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)).train()
     weight = qt.QuantSpec(bits=2, axis=0, quantizer=quantizer)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(None, weight))
     x = torch.randn(64, 3, 8, 8)
-    if road == "prepare":
+    if route == "prepare":
         prepared = qt.prepare(model, (x,), qconfig_mapping=mapping, backend="tensorrt10")
     else:
         prepared = qt.quant_modules.replace(qt.fuse_modules(model, [["0", "1"]]), mapping, backend="tensorrt10")
@@ -131,14 +131,14 @@ def test_scales_that_are_powers_of_two_stay(options: dict) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_every_strategy(strategy: str, road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_every_strategy(strategy: str, route: str) -> None:
     model = nets.trained(Residual(), 8, 3, 8, 8)
     backend = dataclasses.replace(qt.backends["tensorrt10"], batch_norm=strategy)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(2)]
     prepared = (
         qt.prepare(model, backend=backend)
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(prepared, batches, progress=False)
@@ -147,7 +147,7 @@ def test_every_strategy(strategy: str, road: str) -> None:
         for name, value in prepared.state_dict().items():
             if name in true:
                 value.mul_(1.5).add_(0.1)
-    if strategy == "frozen" and road == "prepare":
+    if strategy == "frozen" and route == "prepare":
         with pytest.raises(ValueError, match=r'statistics that can change; stem\.1: its strategy is "frozen"'):
             qt.tuning.reestimate_batch_norm(prepared, batches)
         return

@@ -14,15 +14,15 @@ from tests import nets
 from tests.tuning.nets import LAYERS, W3, W3A4, Residual, correlated, prepared_on
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_mean_of_each_channel_is_that_of_the_float_model(kind: str, road: str) -> None:
+def test_the_mean_of_each_channel_is_that_of_the_float_model(kind: str, route: str) -> None:
     make, shape, axis = LAYERS[kind]
     model, x = nn.Sequential(make(), nn.ReLU()).eval(), correlated(*shape)
     w2 = qt.QConfigMapping().set_global(qt.QConfig(activation=None, weight=qt.QuantSpec(bits=2, axis=axis)))
     prepared = (
         qt.prepare(model, qconfig_mapping=w2, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, qconfig_mapping=w2, backend="tensorrt10")
     )
     qt.calibrate(prepared, [x], progress=False)
@@ -173,15 +173,15 @@ def test_a_bias_on_a_coarse_grid_is_corrected_to_the_nearest_code() -> None:
     assert (shift.abs() <= step / 2 * 1.001).all()
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_a_bias_of_two_layers_stays(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_a_bias_of_two_layers_stays(route: str) -> None:
     """The shifts of both differ: the second correction would undo the first."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     model[2].bias = model[0].bias
     x = torch.rand(64, 8)
     prepared = (
         qt.prepare(model, x, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, backend="tensorrt10")
     )
     qt.calibrate(prepared, [x], progress=False)

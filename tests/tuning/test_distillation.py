@@ -12,17 +12,17 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import qtoolkit as qt
-from tests.training.nets import ROADS, SHAPE, Net, quantized
+from tests.training.nets import ROUTES, SHAPE, Net, quantized
 
 Distillation = qt.tuning.Distillation
-each_road = pytest.mark.parametrize("road", ROADS)
+each_route = pytest.mark.parametrize("route", ROUTES)
 
 
-def pair(road: str = "graph") -> tuple[nn.Module, nn.Module]:
+def pair(route: str = "graph") -> tuple[nn.Module, nn.Module]:
     """The float network with dropout, in training mode, and its quantized copy."""
     torch.manual_seed(0)
     floats = Net(dropout=0.3).train()
-    model = quantized(road, "lsq", copy.deepcopy(floats))
+    model = quantized(route, "lsq", copy.deepcopy(floats))
     qt.calibrate(model, [torch.randn(SHAPE)], progress=False)
     qt.freeze_batch_norm(model)
     return floats, model.train()
@@ -33,9 +33,9 @@ def relative(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-@each_road
-def test_the_loss_is_the_formula(road: str, temperature: float) -> None:
-    floats, model = pair(road)
+@each_route
+def test_the_loss_is_the_formula(route: str, temperature: float) -> None:
+    floats, model = pair(route)
     x = torch.randn(SHAPE)
     with Distillation(model, floats, temperature, ["stem", "conv"], 0.5, 2.0) as distillation:
         torch.manual_seed(1)
@@ -190,9 +190,9 @@ def test_it_trains_without_labels() -> None:
 @pytest.mark.parametrize("strategy", ["unscale", "two_convolutions", "frozen"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("train", [False, True])
-@each_road
+@each_route
 def test_a_layer_that_computes_its_batch_norm_is_compared_behind_it(
-    road: str, train: bool, frozen: bool, strategy: str
+    route: str, train: bool, frozen: bool, strategy: str
 ) -> None:
     """Its output is that of the batch norm, which was compared with the teacher's layer alone."""
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_a_layer_that_computes_its_batch_norm_is_compared_behind_it(
     qt.tuning.reestimate_batch_norm(floats, [x], progress=False)
     backend = dataclasses.replace(qt.backends["onnxruntime"], batch_norm=strategy)
     model = copy.deepcopy(floats)
-    if road == "graph":
+    if route == "graph":
         model = qt.prepare(model, backend=backend)
     else:
         model = qt.quant_modules.replace(qt.fuse_modules(model, [["conv", "bn"]]), backend=backend)

@@ -14,7 +14,7 @@ BATCHES = [torch.rand(32, 8) for _ in range(3)]
 
 
 def calibrated(
-    road: str = "prepare", train: bool = False, bits: int = 3, dtype: torch.dtype = torch.float32
+    route: str = "prepare", train: bool = False, bits: int = 3, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
@@ -24,7 +24,7 @@ def calibrated(
     model.train(train).to(dtype)
     prepared = (
         qt.prepare(model, qconfig_mapping=w, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, w, backend="tensorrt10")
     )
     qt.calibrate(prepared, batches(dtype), progress=False)
@@ -65,9 +65,9 @@ def test_a_second_method_says_that_weights_are_rounded(first: str, train: bool) 
             assert sentence.startswith(f"{second}: the weights of {', '.join(map(repr, moved))} are already rounded")
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_rounding_says_that_biases_were_corrected(road: str) -> None:
-    model = calibrated(road)
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_rounding_says_that_biases_were_corrected(route: str) -> None:
+    model = calibrated(route)
     assert not warned("bias_correction", model)
     (sentence,) = warned("gptq", copy.deepcopy(model))
     assert "has changed the biases of '0', '3' for weights that are rounded to nearest" in sentence
@@ -102,8 +102,8 @@ def test_a_constant_weight_is_not_rounded() -> None:
     assert not warned("bias_correction", prepared)
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_sensitivity_after_a_method_says_that_its_scores_are_wrong(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_sensitivity_after_a_method_says_that_its_scores_are_wrong(route: str) -> None:
     """Rounded weights lose nothing when they are quantized, so that each layer seems to cost nothing."""
 
     def score(model: nn.Module) -> float:
@@ -116,7 +116,7 @@ def test_sensitivity_after_a_method_says_that_its_scores_are_wrong(road: str) ->
             qt.debug.sensitivity(model, score, progress=False)
         return [str(each.message) for each in found]
 
-    model = calibrated(road)
+    model = calibrated(route)
     assert not measured(model)
     corrected = copy.deepcopy(model)
     METHODS["gptq"](model)

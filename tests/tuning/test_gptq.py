@@ -1,4 +1,4 @@
-"""gptq() against a plain loop over columns, and below rounding to nearest; both roads, groups, order of columns."""
+"""gptq() against a plain loop over columns, and below rounding to nearest; both routes, groups, order of columns."""
 
 import copy
 
@@ -104,9 +104,9 @@ class Encoder(nn.Module):
         return self.down(torch.nn.functional.gelu(self.up(x + a)))
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
+@pytest.mark.parametrize("route", ["prepare", "replace"])
 @pytest.mark.parametrize("activation", [None, qt.QuantSpec()])
-def test_a_transformer_on_both_roads(road: str, activation: qt.QuantSpec | None) -> None:
+def test_a_transformer_on_both_routes(route: str, activation: qt.QuantSpec | None) -> None:
     model = Encoder().eval()
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, qt.QuantSpec(bits=3, axis=1, group_size=16)))
     mapping.set_module_name("unused", None)
@@ -114,7 +114,7 @@ def test_a_transformer_on_both_roads(road: str, activation: qt.QuantSpec | None)
     batches = [torch.randn(8, 10, 32) @ mix for _ in range(3)]
     prepared = (
         qt.prepare(model, batches[0], qconfig_mapping=mapping, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
     )
     qt.calibrate(prepared, batches, progress=False)
@@ -173,8 +173,8 @@ class Twice(nn.Module):
         return self.layer(first) + self.layer(second)
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_the_inputs_of_all_calls_of_a_layer_count(road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_the_inputs_of_all_calls_of_a_layer_count(route: str) -> None:
     """Codes that fit those of the first call alone, which are small and alike, would lose on the others."""
     generator = torch.Generator().manual_seed(0)
     basis, deviations = torch.randn(32, 32, generator=generator), torch.tensor([0.01] * 2 + [1e-4] * 30)
@@ -183,7 +183,7 @@ def test_the_inputs_of_all_calls_of_a_layer_count(road: str) -> None:
     model, mapping = Twice().eval(), qt.QConfigMapping().set_global(W3)
     prepared = (
         qt.prepare(model, x, qconfig_mapping=mapping, backend="tensorrt10")
-        if road == "prepare"
+        if route == "prepare"
         else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
     )
     qt.calibrate(prepared, [x], progress=False)

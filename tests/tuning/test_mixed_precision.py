@@ -1,4 +1,4 @@
-"""Mixed precision: the solver against every combination, the estimates against their formulas, the bits in both roads."""
+"""Mixed precision: the solver against every combination, the estimates against their formulas, the bits in both routes."""
 
 import itertools
 import re
@@ -148,8 +148,8 @@ def test_costs_are_those_of_the_formulas(model) -> None:
 # ---- the mapping
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_each_layer_has_the_bits_that_were_chosen(model, road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_each_layer_has_the_bits_that_were_chosen(model, route: str) -> None:
     search = MixedPrecision(model, inputs(), CHOICES, backend="tensorrt10", fixed={"head": "w8a8"})
     rng = np.random.default_rng(0)
     errors = {name: dict(zip(CHOICES, np.sort(rng.random(3)), strict=True)) for name in search.layers}
@@ -162,7 +162,7 @@ def test_each_layer_has_the_bits_that_were_chosen(model, road: str) -> None:
     assert mapping.rules["object_type"]
     assert not base.rules["module_name"]
     assert qt.QConfigMapping.from_json(mapping.to_json()) == mapping
-    if road == "prepare":
+    if route == "prepare":
         built = qt.prepare(model, inputs(), backend="tensorrt10", qconfig_mapping=best.to_qconfig_mapping())
     else:
         built = qt.quant_modules.replace(model, best.to_qconfig_mapping(), backend="tensorrt10")
@@ -333,15 +333,15 @@ def test_gradient_errors_see_each_call_and_no_indices(model) -> None:
     assert errors["table"]["w4a8"] == errors["table"]["w4a4"]
 
 
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_measured_errors_are_those_of_the_sensitivity(model, road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_measured_errors_are_those_of_the_sensitivity(model, route: str) -> None:
     batch = inputs(16)
     expected = model(*batch).detach()
 
     def build(mapping: qt.QConfigMapping) -> nn.Module:
         built = (
             qt.prepare(model, batch, qconfig_mapping=mapping, backend="tensorrt10")
-            if road == "prepare"
+            if route == "prepare"
             else qt.quant_modules.replace(model, mapping, backend="tensorrt10")
         )
         qt.calibrate(built, [batch], progress=False)

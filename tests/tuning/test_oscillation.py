@@ -22,10 +22,10 @@ import qtoolkit as qt
 from qtoolkit.nn import QuantWeighted
 from tests import processes
 from tests.reference import Snapped
-from tests.training.nets import ROADS, SHAPE, Net
+from tests.training.nets import ROUTES, SHAPE, Net
 
 Dampening, Freezing = qt.tuning.OscillationDampening, qt.tuning.OscillationFreezing
-each_road = pytest.mark.parametrize("road", ROADS)
+each_route = pytest.mark.parametrize("route", ROUTES)
 each_quantizer = pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
 EAGER = {"thresholds": (0.15, 0.1), "momentum": 0.08}  # freezes within some steps
 
@@ -75,7 +75,7 @@ def snapped(grid: str, layer: Any) -> Snapped:
     return Snapped(layer.weight.detach(), quantizer.scale, quantizer.zero_point, *where)
 
 
-def net(road: str, quantizer: str = "lsq") -> nn.Module:
+def net(route: str, quantizer: str = "lsq") -> nn.Module:
     """The network of the training tests in a few bits, calibrated, with a batch norm whose factors are not 1."""
     torch.manual_seed(0)
     floats = Net()
@@ -85,7 +85,7 @@ def net(road: str, quantizer: str = "lsq") -> nn.Module:
     activation = qt.QuantSpec(bits=8, signed=False, symmetric=False, quantizer=quantizer)
     weight = qt.QuantSpec(bits=3, axis=0, quantizer=quantizer)
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    if road == "graph":
+    if route == "graph":
         model: nn.Module = qt.prepare(floats.train(), qconfig_mapping=mapping, backend="onnxruntime")
     else:
         fused = qt.fuse_modules(floats.train(), [["conv", "bn"]])
@@ -172,9 +172,9 @@ def factors(model: nn.Module) -> Tensor:
 
 
 @each_quantizer
-@each_road
-def test_behind_the_factor_of_a_batch_norm_the_grid_is_divided_by_it(road: str, quantizer: str) -> None:
-    model = net(road, quantizer)
+@each_route
+def test_behind_the_factor_of_a_batch_norm_the_grid_is_divided_by_it(route: str, quantizer: str) -> None:
+    model = net(route, quantizer)
     for name in ("stem", "fc"):
         model.get_submodule(name).weight_quantizer.disable()
     conv: Any = model.get_submodule("conv")
@@ -273,9 +273,9 @@ def test_codes_frequencies_and_frozen_weights_are_those_of_the_algorithm(grid: s
 
 
 @each_quantizer
-@each_road
-def test_the_codes_are_those_that_the_next_forward_quantizes(road: str, quantizer: str) -> None:
-    model = net(road, quantizer)
+@each_route
+def test_the_codes_are_those_that_the_next_forward_quantizes(route: str, quantizer: str) -> None:
+    model = net(route, quantizer)
     freezing, dampening, optimizer = Freezing(model, 30, **EAGER), Dampening(model, 30), sgd(model)
     names = ("stem", "conv", "fc")
     seen: dict[str, Tensor] = {}
@@ -399,9 +399,9 @@ def test_an_average_of_codes_from_long_ago_does_not_choose_the_code() -> None:
 
 
 @each_quantizer
-@each_road
-def test_frozen_weights_keep_their_codes_until_the_deployed_model(road: str, quantizer: str) -> None:
-    model = net(road, quantizer)
+@each_route
+def test_frozen_weights_keep_their_codes_until_the_deployed_model(route: str, quantizer: str) -> None:
+    model = net(route, quantizer)
     freezing, dampening, optimizer = Freezing(model, 60, **EAGER), Dampening(model, 60), sgd(model)
     train(model, optimizer, freezing, dampening, 30)
     before = freezing.state_dict()["weights"]
@@ -483,9 +483,9 @@ def same_tracks(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("at", [0, 1, 7, 15])
 @each_quantizer
-@each_road
-def test_a_resumed_training_goes_on_bit_for_bit(road: str, quantizer: str, at: int) -> None:
-    fresh = net(road, quantizer)
+@each_route
+def test_a_resumed_training_goes_on_bit_for_bit(route: str, quantizer: str, at: int) -> None:
+    fresh = net(route, quantizer)
     model = copy.deepcopy(fresh)
     parts = model, sgd(model), Freezing(model, 20, **EAGER, begin=2), Dampening(model, 20)
     train(*parts, at)

@@ -1,4 +1,4 @@
-"""A training of some output channels: what moves and what stays, on both roads, resumed, accumulated, in two processes."""
+"""A training of some output channels: what moves and what stays, on both routes, resumed, accumulated, in two processes."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ import qtoolkit as qt
 from qtoolkit.nn import QuantWeighted
 from tests import processes
 from tests.blocks import called_one_by_one
-from tests.training.nets import ROADS, learned, loss_of, step
+from tests.training.nets import ROUTES, learned, loss_of, step
 from tests.tuning.test_schedule import batch, same
 
 Updates = qt.tuning.PartialUpdates
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fused": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, fused=True),
 }
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-each_road = pytest.mark.parametrize("road", ROADS)
+each_route = pytest.mark.parametrize("route", ROUTES)
 
 
 def layers_of(model: nn.Module) -> dict[str, QuantWeighted]:
@@ -48,10 +48,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, updates: Updates, 
         updates.step()
 
 
-@each_road
+@each_route
 @each_optimizer
-def test_other_channels_neither_move_nor_decay_and_all_else_trains(road: str, optimizer: Any) -> None:
-    model = learned(road)
+def test_other_channels_neither_move_nor_decay_and_all_else_trains(route: str, optimizer: Any) -> None:
+    model = learned(route)
     opt = optimizer(model.parameters())
     updates = Updates(model, opt, share=0.25, every=10)
     before = copy.deepcopy(model.state_dict())
@@ -137,11 +137,11 @@ def test_shares_by_name_and_frozen_weights_cost_no_backward() -> None:
     assert (model.state_dict()["stem.weight"] != before["stem.weight"]).flatten(1).any(1).all()
 
 
-@each_road
-def test_one_op_and_ops_one_by_one_give_the_same_gradients(road: str) -> None:
+@each_route
+def test_one_op_and_ops_one_by_one_give_the_same_gradients(route: str) -> None:
     found = []
     for how in ("ops", "modules", "floats"):
-        model = learned(road)
+        model = learned(route)
         Updates(model, OPTIMIZERS["sgd"](model.parameters()), share=0.25)
         if how == "floats":
             qt.nn.set_training_arithmetic(model, "float", "float")

@@ -1,4 +1,4 @@
-"""A schedule of phases: what holds in each, on both roads, with averages, when it is resumed, in two processes."""
+"""A schedule of phases: what holds in each, on both routes, with averages, when it is resumed, in two processes."""
 
 import copy
 import io
@@ -15,10 +15,10 @@ from qtoolkit.nn import QuantModule
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.tuning.schedule import OBSERVED_STEPS
 from tests import processes
-from tests.training.nets import ROADS, SHAPE, Net, learned, quantized, step
+from tests.training.nets import ROUTES, SHAPE, Net, learned, quantized, step
 
 Schedule = qt.tuning.QuantizationSchedule
-each_road = pytest.mark.parametrize("road", ROADS)
+each_route = pytest.mark.parametrize("route", ROUTES)
 each_quantizer = pytest.mark.parametrize("quantizer", ["lsq", "fixed"])
 
 
@@ -47,11 +47,11 @@ def same(one: nn.Module, other: nn.Module) -> None:
 
 
 @each_quantizer
-@each_road
-def test_the_first_steps_are_those_of_the_float_model(road: str, quantizer: str) -> None:
+@each_route
+def test_the_first_steps_are_those_of_the_float_model(route: str, quantizer: str) -> None:
     torch.manual_seed(0)
     floats = Net()
-    model = quantized(road, quantizer, copy.deepcopy(floats))
+    model = quantized(route, quantizer, copy.deepcopy(floats))
     optimizers = [torch.optim.SGD(each.parameters(), 0.05) for each in (floats.train(), model)]
     schedule = Schedule(model, observe=4)
     for i in range(4):
@@ -67,12 +67,12 @@ def test_the_first_steps_are_those_of_the_float_model(road: str, quantizer: str)
 
 
 @each_quantizer
-@each_road
-def test_the_ranges_are_those_of_all_steps_and_of_the_last_weights(road: str, quantizer: str) -> None:
+@each_route
+def test_the_ranges_are_those_of_all_steps_and_of_the_last_weights(route: str, quantizer: str) -> None:
     torch.manual_seed(0)
-    model = quantized(road, quantizer)
+    model = quantized(route, quantizer)
     schedule, optimizer, seen = Schedule(model, observe=3), sgd(model), []
-    name = "activation_quantizers.x" if road == "graph" else "stem.input_quantizer"
+    name = "activation_quantizers.x" if route == "graph" else "stem.input_quantizer"
     for i in range(3):
         seen.append(batch(i))
         step(model, optimizer, seen[-1])
@@ -92,9 +92,9 @@ def test_the_ranges_are_those_of_all_steps_and_of_the_last_weights(road: str, qu
             assert torch.equal(quantizer.scale, again.get_submodule(name).scale), name
 
 
-@each_road
-def test_frozen_ranges_and_batch_norms_stay(road: str) -> None:
-    model = learned(road, "fixed")
+@each_route
+def test_frozen_ranges_and_batch_norms_stay(route: str) -> None:
+    model = learned(route, "fixed")
     schedule, optimizer = Schedule(model, freeze_ranges=4, freeze_batch_norm=2), sgd(model)
     bn = model.get_submodule("bn")
     weight = model.get_submodule("stem.weight_quantizer")
@@ -162,12 +162,12 @@ def test_it_says_what_comes_next() -> None:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("observer", ["minmax", "moving_average", "histogram", "clip_std"])
-@each_road
-def test_a_resumed_schedule_goes_on_bit_for_bit(road: str, observer: str, at: int) -> None:
+@each_route
+def test_a_resumed_schedule_goes_on_bit_for_bit(route: str, observer: str, at: int) -> None:
     """In each phase, from a file."""
     plan = {"observe": 3, "freeze_ranges": 5, "freeze_batch_norm": 4}
     torch.manual_seed(0)
-    model = quantized(road, "fixed", observer=observer)
+    model = quantized(route, "fixed", observer=observer)
     fresh = copy.deepcopy(model)
     schedule, optimizer = Schedule(model, **plan), sgd(model)
     train(model, optimizer, schedule, at)
@@ -217,10 +217,10 @@ def test_a_schedule_made_after_loading_goes_on_too() -> None:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("buffers", [False, True])
 @each_quantizer
-@each_road
-def test_an_average_goes_through_the_phases(road: str, quantizer: str, buffers: bool) -> None:
+@each_route
+def test_an_average_goes_through_the_phases(route: str, quantizer: str, buffers: bool) -> None:
     torch.manual_seed(0)
-    model = quantized(road, quantizer)
+    model = quantized(route, quantizer)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=buffers)
     schedule, optimizer = Schedule(model, 2, freeze_ranges=6, freeze_batch_norm=4, averages=[ema]), sgd(model)
     x = batch(99)

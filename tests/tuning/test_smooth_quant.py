@@ -60,14 +60,14 @@ def test_the_factors_are_those_of_the_paper(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, MyRMSNorm])
-@pytest.mark.parametrize("road", ["prepare", "replace"])
-def test_int8_activations_lose_less(norm: type[nn.Module], road: str) -> None:
+@pytest.mark.parametrize("route", ["prepare", "replace"])
+def test_int8_activations_lose_less(norm: type[nn.Module], route: str) -> None:
     model, x = Block(norm).eval(), torch.randn(16, 8, 16)
     errors = []
     for each in (model, qt.tuning.smooth_quant(model, [x], progress=False).model):
         prepared = (
             qt.prepare(each, x, backend="tensorrt10")
-            if road == "prepare"
+            if route == "prepare"
             else qt.quant_modules.replace(each, backend="tensorrt10")
         )
         qt.calibrate(prepared, [x], progress=False)

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.zoo_models.sums import AS_IT_IS, OLDER, road
+from benchmarks.pages.zoo_models.sums import AS_IT_IS, OLDER, route
 from benchmarks.pages.zoo_models.table import as_code, one_line
 from benchmarks.report import markdown_lines
 
@@ -57,7 +57,7 @@ def _without(outcome: Row) -> dict[str, Any]:
     row = {**_with_remedies(outcome), "tool": PLAIN}
     if row["failed"]:
         return row
-    if road(outcome) != AS_IT_IS:
+    if route(outcome) != AS_IT_IS:
         error = outcome.get("untraceable") or "cannot be traced as a whole"
         return {**row, "failed": "prepare", "error": error, "difference": None}
     older = outcome.get("older_exporter") or (outcome["note"] if outcome["note"].startswith(OLDER) else "")

@@ -15,7 +15,7 @@ TORCHSCRIPT = '`export_onnx(..., exporter="torchscript")`'
 MOST = 150  # characters of a cell
 
 
-def road(outcome: Outcome) -> str:
+def route(outcome: Outcome) -> str:
     """Return how the model was quantized."""
     if outcome.get("replaced"):
         return REPLACED
@@ -26,7 +26,7 @@ def road(outcome: Outcome) -> str:
 
 def unchanged(outcomes: Iterable[Outcome]) -> int:
     """Return how many models trace as they are."""
-    return sum(road(o) == AS_IT_IS for o in _quantized(outcomes))
+    return sum(route(o) == AS_IT_IS for o in _quantized(outcomes))
 
 
 def _quantized(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -106,9 +106,9 @@ def _sums(group: Sequence[Outcome]) -> list[str]:
 def ways(outcomes: Sequence[Outcome]) -> str:
     """Return a table with how models are prepared."""
     quantized = _quantized(outcomes)
-    counts = Counter(map(road, quantized))
-    named = sum(road(o) == LEAVES and bool(o.get("untraceable")) for o in quantized)
-    in_eval = sum(road(o) == AS_IT_IS and _note(o).startswith(EVAL_MODE) for o in quantized)
+    counts = Counter(map(route, quantized))
+    named = sum(route(o) == LEAVES and bool(o.get("untraceable")) for o in quantized)
+    in_eval = sum(route(o) == AS_IT_IS and _note(o).startswith(EVAL_MODE) for o in quantized)
     leaves = f"with leaf modules in `untraced`; the error of `prepare` names them for {named} of these models"
     words = {
         AS_IT_IS: f"unchanged; {in_eval} of these models in eval mode" if in_eval else "unchanged",
@@ -132,7 +132,7 @@ def remedies(outcomes: Sequence[Outcome]) -> str:
 
 
 def _remedies(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    way, note = road(outcome), _note(outcome)
+    way, note = route(outcome), _note(outcome)
     if way == PARTS:
         yield f"parts: {_names(outcome['parts'])}", note
     elif way == LEAVES:

@@ -204,7 +204,7 @@ def t5_encoder(kind: str) -> Small:
     return Small(f"{kind}EncoderModel", kind, tokens, options)
 
 
-# The models that the tests take through both roads.
+# The models that the tests take through both routes.
 TESTED: Mapping[str, Small] = {
     "vit": Small("ViTForImageClassification", "ViT", images(32), PATCHES),
     "deit": Small("DeiTForImageClassification", "DeiT", images(32), PATCHES),

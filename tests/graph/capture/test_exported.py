@@ -663,12 +663,12 @@ def test_what_depends_on_the_mode_and_cannot_follow_it_is_an_error(net) -> None:
     torch.manual_seed(0)
     block = net()
     model = nn.Sequential(nn.Identity(), block).train()
-    for road, name in ((model, "1"), (block, type(block).__name__)):
+    for route, name in ((model, "1"), (block, type(block).__name__)):
         sentence = (
             f"prepare: the forward of {name} reads self.training, and torch.export captures other ops in training mode"
         )
         with pytest.raises(qt.UntraceableError, match=re.escape(sentence)) as error:
-            qt.prepare(road, IMAGE, backend="onnxruntime", capture="export")
+            qt.prepare(route, IMAGE, backend="onnxruntime", capture="export")
         assert error.value.untraced == name
     prepared = qt.prepare(model.eval(), IMAGE, backend="onnxruntime", capture="export")
     with qt.disable_quantization(prepared):

@@ -129,12 +129,12 @@ class Spectra(nn.Module):
         return self.fc(torch.matmul(y + y.conj(), y.transpose(1, 2)).abs().mean(-1))
 
 
-@pytest.mark.parametrize("road", ["graph", "modules"])
-def test_complex_numbers_stay_as_they_are(road: str) -> None:
+@pytest.mark.parametrize("route", ["graph", "modules"])
+def test_complex_numbers_stay_as_they_are(route: str) -> None:
     torch.manual_seed(0)
     model, z = Spectra().eval(), torch.randn(3, 2, 8, dtype=torch.complex64)
-    quantize = qt.prepare if road == "graph" else qt.quant_modules.replace
-    result = quantize(model, z, backend="tensorrt") if road == "graph" else quantize(model, backend="tensorrt")
+    quantize = qt.prepare if route == "graph" else qt.quant_modules.replace
+    result = quantize(model, z, backend="tensorrt") if route == "graph" else quantize(model, backend="tensorrt")
     qt.calibrate(result, [z], progress=False)
     with qt.disable_quantization(result):
         assert torch.equal(result(z), model(z))
@@ -142,7 +142,7 @@ def test_complex_numbers_stay_as_they_are(road: str) -> None:
     layers = {line.name: line.reason for line in qt.quantization_report(result).layers}
     assert layers["conv"] == "float: its weight is complex"
     assert [name for name, quantizer in qt.quantizers_of(result).items() if not quantizer.of_weight] == (
-        ["activation_quantizers.mean"] if road == "graph" else ["fc.input_quantizer"]
+        ["activation_quantizers.mean"] if route == "graph" else ["fc.input_quantizer"]
     )
 
 

@@ -320,7 +320,7 @@ def test_batch_norms_that_no_layer_folds(options: dict, calls: list[dict]) -> No
     assert not calls
 
 
-# ---- the plain road
+# ---- the plain route
 
 
 def with_hook(name: str) -> Callable[[nn.Module], None]:
@@ -347,7 +347,7 @@ NOT_FUSED = {
 
 
 @pytest.mark.parametrize("name", NOT_FUSED)
-def test_the_plain_road_has_the_bits_of_the_ops_one_by_one(name: str, calls: list[dict]) -> None:
+def test_the_plain_route_has_the_bits_of_the_ops_one_by_one(name: str, calls: list[dict]) -> None:
     prepared = prepared_of(Chain(nn.ReLU(), ADDS["operator"]))
     plain = copy.deepcopy(prepared)
     for model in (prepared, plain):
