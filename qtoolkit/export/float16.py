@@ -1,22 +1,21 @@
 """Convert a converted model to float16, for export to float16 files and for their verification."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from qtoolkit.backends import Backend
 from qtoolkit.config.formats import FloatType
 from qtoolkit.errors import first_line, some, warn
 from qtoolkit.export.inputs import ExportSource, grids_of
 from qtoolkit.export.pairs.shaped_weights import ConstantWeight, weights_given
+from qtoolkit.export.rounded_once import HALVES, RoundedOnce
 from qtoolkit.graph.blocks import TracedBlock
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.graph.passes import widen_squares
@@ -27,13 +26,6 @@ from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.spec_ops import range_of
 
 LARGEST, SMALLEST = 65504.0, 2.0**-24
-HALVES = (torch.float16, torch.bfloat16)
-PRODUCTS = frozenset(
-    {
-        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear),
-        *(torch.matmul, torch.bmm, torch.addmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm),
-    }
-)
 OF_MASKS = "such as -1e4 for the -1e9 of a mask"
 REMEDY = 'write the file with float_type="float32"'
 
@@ -62,29 +54,6 @@ def in_type(float_type: str | None, source: ExportSource) -> ExportSource:
     return result
 
 
-class ProductsInFloat32(TorchFunctionMode):
-    """Computes products of 16-bit floats on the CPU in float32, and rounds each once, as onnxruntime does.
-
-    Without instructions for 16-bit floats, PyTorch takes 6 to 25 times as long for them as for float32.
-    """
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Tensor],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Call a function of torch."""
-        given: tuple[Sequence[object], dict[str, object]] = (args, dict(kwargs or {}))
-        tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)] if function in PRODUCTS else []
-        found = {(x.dtype, x.is_cpu) for x in tensors}
-        if not any(found == {(half, True)} for half in HALVES):  # torch refuses other types beside each other
-            return function(*args, **given[1])
-        args, named = tree_map(lambda x: x.float() if isinstance(x, Tensor) else x, given)
-        return function(*args, **named).to(tensors[0].dtype)
-
-
 @contextmanager
 def computing_in_float16(model: nn.Module, inputs: object, what: str) -> Iterator[nn.Module]:
     """Yield a copy of a model that computes in float16 without integer kernels, like a file in float16.
@@ -93,12 +62,12 @@ def computing_in_float16(model: nn.Module, inputs: object, what: str) -> Iterato
     """
     source = ExportSource(model, grids_of(model), inputs, what)
     if half_types(source):
-        with ProductsInFloat32():
+        with RoundedOnce():
             yield model
         return
     with in_float(model):
         source, _ = _in_float16(source)  # the export has said what is lost
-    with casting_ends(source.model), ProductsInFloat32():
+    with casting_ends(source.model), RoundedOnce():
         yield source.model
 
 
@@ -230,7 +199,7 @@ def _largest_values(source: ExportSource) -> dict[str, float]:
     args, kwargs = split(source.example_inputs)
     parts = {name: part for name, part in source.model.named_modules() if not isinstance(part, TracedBlock)}
     hooks = [part.register_forward_hook(note(name)) for name, part in parts.items()]
-    with removing(hooks), torch.no_grad(), evaluating(source.model), in_float(source.model), ProductsInFloat32():
+    with removing(hooks), torch.no_grad(), evaluating(source.model), in_float(source.model), RoundedOnce():
         source.model(*args, **kwargs)
     return found
 

@@ -281,14 +281,15 @@ def _compared(
     target and does not run it.
     """
     from qtoolkit.export.files.files import OpenedFile, refusal_of_default_session
-    from qtoolkit.export.float16 import ProductsInFloat32, casting_ends, to_float32
+    from qtoolkit.export.float16 import casting_ends, to_float32
+    from qtoolkit.export.rounded_once import RoundedOnce
     from qtoolkit.export.verification.verify import compare_layers
 
     inputs, casts = request.inputs, casting_ends(source.model) if casts_ends else nullcontext()
     given: Callable[[Any], Any] = to_float32 if casts_ends else lambda values: values
     shapes = inputs.with_dynamic_batch()[1] if dynamic_batch else request.dynamic_shapes
     # The comparison is of layers alone, without the runtime's optimizations.
-    with casts, in_float(source.model), ProductsInFloat32():
+    with casts, in_float(source.model), RoundedOnce():
         opened = OpenedFile.of(file)
         found = compare_layers(source.model, given(source.example_inputs), opened, progress)
         found.check()

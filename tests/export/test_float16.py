@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import qtoolkit as qt
 from qtoolkit.export.files.quantizer_nodes import quantizer_nodes
-from qtoolkit.export.float16 import PRODUCTS, ProductsInFloat32, computing_in_float16
+from qtoolkit.export.float16 import computing_in_float16
+from qtoolkit.export.rounded_once import PRODUCTS, RoundedOnce, rounded
 from qtoolkit.export.verification.follower import Followed, Follower, NodeCodes, by_quantizer
 from qtoolkit.nn import QuantConv2d
 from qtoolkit.op_kinds.float32 import FLOAT32_OPS
@@ -646,9 +647,32 @@ def test_products_are_rounded_once_as_in_onnxruntime(function: Any, dtype: torch
     assert function in PRODUCTS
     shapes = ((2, 8, 9, 9), (4, 8, 3, 3)) if function is F.conv2d else ((5, 256), (256, 256))
     x, weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes)
-    with ProductsInFloat32():
+    with RoundedOnce():
         y = function(x, weight)
         assert y.dtype == dtype
         assert torch.equal(y, function(x.float(), weight.float()).to(dtype))
         with pytest.raises(RuntimeError, match="dtype|type"):
             function(x, weight.float())
+
+
+def test_products_take_the_outputs_of_quantizers_before_they_are_rounded() -> None:
+    scale, x = torch.tensor(0.1), torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).half()
+    wanted, _ = torch.ops.qtoolkit.fake_quant.default(x.float(), scale, None, -128, 127)
+    with RoundedOnce():
+        values, _ = torch.ops.qtoolkit.fake_quant.default(x, scale, None, -128, 127)
+        assert values.dtype == torch.float16
+        assert not torch.equal(values.float(), wanted)
+        assert torch.equal(values @ x.T, (wanted @ x.T.float()).half())
+        values.mul_(2)  # the product takes it as it is now
+        assert torch.equal(values @ x.T, (values.float() @ x.T.float()).half())
+    assert torch.equal(rounded(wanted, torch.float32), wanted)
+
+
+def test_an_op_without_a_kernel_for_float16_is_computed_in_float32(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv3d(3, 4, 3), nn.ReLU(), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(4, 5)).eval()
+    x = torch.randn(2, 3, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    prepared = qt.prepare(model, x, backend="tensorrt")
+    qt.calibrate(prepared, [x], progress=False)
+    found = qt.export_onnx(qt.convert(prepared), x, tmp_path / "m.onnx").verification
+    assert found is not None
+    assert found.quantizer_codes.differing == 0

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from qtoolkit.errors import first_line, present, warn
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
-from qtoolkit.export.float16 import ProductsInFloat32
 from qtoolkit.export.inputs import DynamicShapes, Inputs, by_name
+from qtoolkit.export.rounded_once import RoundedOnce
 from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import naming_misfits, with_tensors
 from qtoolkit.op_kinds.recorded import sizes_asked
@@ -51,7 +51,7 @@ class ExportRequest:
     @torch.no_grad()
     def run(self) -> object:
         """Return the outputs of the model for its inputs."""
-        with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"), ProductsInFloat32():
+        with naming_misfits(self.model, self.inputs.given, f"{self.what}: example_inputs do"), RoundedOnce():
             return self.model(*self.inputs.args, **self.inputs.kwargs)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qtoolkit.errors import with_article
 from qtoolkit.export.inputs import grids_of
+from qtoolkit.export.rounded_once import rounded
 from qtoolkit.export.verification.codes import (
     CodeCount,
     QuantizerCall,
@@ -254,7 +255,7 @@ class Follower:
             bar.update()
             values = output  # a constant keeps the model's values, since its layout in the file may differ
             if node is not None and not node.is_constant:
-                values = grid.values(torch.tensor(node.codes, device=output.device)).to(output.dtype)
+                values = rounded(grid.values(torch.tensor(node.codes, device=output.device)), output.dtype)
             if self.draws:
                 first_codes[self.names[grid]].append(call.codes)
                 first_values[self.names[grid]].append(values)
