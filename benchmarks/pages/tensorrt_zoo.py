@@ -9,7 +9,8 @@ python -m benchmarks.pages.zoo --backend tensorrt --only ultralytics/ torchvisio
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,64 @@ RESULTS = Path(__file__).parents[1] / "results" / "zoo_tensorrt.json"
 PAGE = Path(__file__).parents[2] / "docs" / "tensorrt.md"
 BEGIN, END = "<!-- begin: benchmarks/pages/tensorrt_zoo.py -->", "<!-- end -->"
 COLUMNS = (
-    "model",
+    "library, family",
+    "models",
     "multiply-adds in int8",
     "weights and quantizers that differ",
     "outputs of layers, one step apart",
-    "findings",
 )
+NEARLY_ALL = 0.99  # of the multiply-adds: models with a smaller share in int8 are named
+Outcome = Mapping[str, Any]
 
 
-def cells(outcome: Mapping[str, Any]) -> list[str]:
-    """Return the line of a model."""
-    macs = outcome["macs"]
-    apart, outputs = outcome["layer_codes"]
-    found = ", ".join(f"{name} {count}" for name, count in outcome["slower"].items())
-    share = macs["int8"] / max(sum(macs.values()), 1)
-    return [
-        outcome["name"],
-        f"{share:.1%}",
-        f"{sums.differing(outcome):,} of {sums.compared(outcome):,}",
-        f"{apart / max(outputs, 1):.2%}",
-        found,
-    ]
+def share_in(kind: str, outcome: Outcome) -> float:
+    """Return the share of a model's multiply-adds that its file computes in a type."""
+    return float(outcome["macs"][kind] / max(sum(outcome["macs"].values()), 1))
+
+
+def _apart(outcome: Outcome) -> float:
+    count, compared = outcome["layer_codes"]
+    return float(count / max(compared, 1))
+
+
+def _range_of(shares: Sequence[float], digits: int) -> str:
+    ends = dict.fromkeys(f"{share:.{digits}%}" for share in (min(shares), max(shares)))
+    return " to ".join(ends)
+
+
+def _families(passed: Sequence[Outcome]) -> list[str]:
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in passed:
+        library = sums.library_of(outcome)
+        groups[", ".join(dict.fromkeys((library, outcome["family"])))].append(outcome)
+    rows = []
+    for name, group in groups.items():
+        differing, compared = sum(map(sums.differing, group)), sum(map(sums.compared, group))
+        in_int8 = _range_of([share_in("int8", outcome) for outcome in group], 1)
+        apart = _range_of([_apart(outcome) for outcome in group], 2)
+        rows.append([name, str(len(group)), in_int8, f"{differing:,} of {compared:,}", apart])
+    return markdown_lines(COLUMNS, rows)
+
+
+def _named(passed: Sequence[Outcome]) -> list[str]:
+    """Return a table of the models with the smallest shares in int8, or a sentence."""
+    kinds = ("int8", "float16", "float32")
+    few = sorted((o for o in passed if share_in("int8", o) < NEARLY_ALL), key=lambda o: share_in("int8", o))
+    if not few:
+        return [f"All models have at least {NEARLY_ALL:.0%} of their multiply-adds in int8."]
+    rows = [[o["name"], *(f"{share_in(kind, o):.1%}" for kind in kinds)] for o in few]
+    head = f"Models with less than {NEARLY_ALL:.0%} of their multiply-adds in int8:"
+    return [head, "", *markdown_lines(("model", *kinds), rows)]
+
+
+def _findings(passed: Sequence[Outcome]) -> list[str]:
+    models, ops = Counter[str](), Counter[str]()
+    for outcome in passed:
+        models.update(dict.fromkeys(outcome["slower"], 1))
+        ops.update(outcome["slower"])
+    return markdown_lines(
+        ("finding", "models", "ops"), [[name, str(count), str(ops[name])] for name, count in models.most_common()]
+    )
 
 
 def lines(results: Mapping[str, Any]) -> list[str]:
@@ -53,7 +91,13 @@ def lines(results: Mapping[str, Any]) -> list[str]:
     return [
         head + (f" The others: {', '.join(failed)}." if failed else ""),
         "",
-        *markdown_lines(COLUMNS, [cells(outcome) for outcome in passed]),
+        *_families(passed),
+        "",
+        *_named(passed),
+        "",
+        "Findings, the number of models with each, and their ops:",
+        "",
+        *_findings(passed),
     ]
 
 
