@@ -350,6 +350,14 @@ def test_rows_from_before_there_were_two_networks_can_be_read() -> None:
     assert (row.training.network, row.training.optimizer) == ("resnet20", "sgd")
 
 
+@pytest.mark.parametrize("name", ["accuracy", "float16_scales"])
+def test_no_training_stands_twice_in_the_results(name: str) -> None:
+    from benchmarks.pages.accuracy import RESULTS, Row
+
+    trainings = [Row.of(row).training for row in json.loads(RESULTS.with_stem(name).read_text())["rows"]]
+    assert len(set(trainings)) == len(trainings)
+
+
 def test_resnet_8_is_that_of_mlperf_tiny_and_takes_unsigned_pixels() -> None:
     from mlperf_tiny import ResNet8
 
