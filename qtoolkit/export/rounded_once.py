@@ -1,7 +1,6 @@
 """A model in 16 bits on the CPU, as onnxruntime computes it: products in float32, each rounded once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class RoundedOnce(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         types: object,
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
