@@ -9,7 +9,7 @@ python -m benchmarks.pages.zoo --backend tensorrt --only ultralytics/ torchvisio
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,12 @@ def _range_of(shares: Sequence[float], digits: int) -> str:
 
 
 def _families(passed: Sequence[Outcome]) -> list[str]:
-    groups: dict[str, list[Outcome]] = defaultdict(list)
-    for outcome in passed:
-        library = sums.library_of(outcome)
-        groups[", ".join(dict.fromkeys((library, outcome["family"])))].append(outcome)
     rows = []
-    for name, group in groups.items():
+    for names, group in sums.by_family(passed).items():
         differing, compared = sum(map(sums.differing, group)), sum(map(sums.compared, group))
         in_int8 = _range_of([share_in("int8", outcome) for outcome in group], 1)
         apart = _range_of([_apart(outcome) for outcome in group], 2)
-        rows.append([name, str(len(group)), in_int8, f"{differing:,} of {compared:,}", apart])
+        rows.append([", ".join(filter(None, names)), str(len(group)), in_int8, f"{differing:,} of {compared:,}", apart])
     return markdown_lines(COLUMNS, rows)
 
 

@@ -37,9 +37,8 @@ class RoundedOnce(TorchFunctionMode):
         given = (args, dict(kwargs or {}))
         floats = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.is_floating_point()]
         quantizes = function is torch.ops.qtoolkit.fake_quant.default
-        if not (
-            _is_half(floats[0]) if quantizes else floats and all(map(_is_half, floats))
-        ):  # torch refuses mixed types
+        # Torch refuses products of tensors of other types beside each other; scales are float32.
+        if not floats or not all(map(_is_half, floats[:1] if quantizes else floats)):
             return function(*args, **given[1])
         if not quantizes and function not in PRODUCTS:
             try:

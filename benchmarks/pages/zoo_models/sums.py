@@ -80,13 +80,18 @@ def _ties(exported: Iterable[Outcome]) -> tuple[int, int]:
 
 def families(outcomes: Sequence[Outcome]) -> str:
     """Return a table with a row for each library and family."""
+    head = ["library", "family", "models", "unchanged", "with a remedy", "fail", "layers quantized", "layers in float"]
+    rows = [[*names, *_sums(group)] for names, group in by_family(outcomes).items()]
+    return "\n".join(markdown_lines([*head, "values that differ", "rounding ties"], rows))
+
+
+def by_family(outcomes: Iterable[Outcome]) -> Mapping[tuple[str, str], Sequence[Outcome]]:
+    """Return the results of each library and family; the family is "" where it has the name of the library."""
     groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         library = library_of(outcome)
         groups[library, "" if outcome["family"] == library else outcome["family"]].append(outcome)
-    head = ["library", "family", "models", "unchanged", "with a remedy", "fail", "layers quantized", "layers in float"]
-    rows = [[*names, *_sums(group)] for names, group in groups.items()]
-    return "\n".join(markdown_lines([*head, "values that differ", "rounding ties"], rows))
+    return groups
 
 
 def library_of(outcome: Outcome) -> str:
