@@ -18,7 +18,7 @@ from qtoolkit.export.pairs.shaped_weights import ConstantWeight, weights_given
 from qtoolkit.export.rounded_once import HALVES, RoundedOnce
 from qtoolkit.graph.blocks import TracedBlock
 from qtoolkit.graph.graph_module import QuantizedGraphModule
-from qtoolkit.graph.passes import widen_squares
+from qtoolkit.graph.passes import widen_norms
 from qtoolkit.integer.kernels import in_float
 from qtoolkit.model_inputs import naming_misfits, split, tensors_of
 from qtoolkit.model_state import deepcopy_model, evaluating, removing
@@ -91,7 +91,7 @@ def _in_float16(source: ExportSource) -> tuple[ExportSource, list[str]]:
     lost = _check_ranges(source)
     model = deepcopy_model(source.model, what=source.what).half()
     for part in (part for part in model.modules() if isinstance(part, QuantizedGraphModule)):
-        widen_squares.run(part)
+        widen_norms.run(part)
     result = replace(source, model=model, grids=grids_of(model), example_inputs=_to_float16(source.example_inputs))
     before: dict[str, float] = {}
     is_weight, run = (lambda grid: grid.of_weight and grid.quantizing), (lambda: before.update(_largest_values(source)))
@@ -227,7 +227,8 @@ def _check_values(what: str, before: Mapping[str, float], after: Mapping[str, fl
     if infinite:
         raise ValueError(
             f'{what}: with float_type="float16", {infinite[0] or "the model"!r} returns NaN or infinity for the example '
-            f"inputs: a value exceeds 65,504, the largest number of float16. Scale its inputs down, or {REMEDY}."
+            "inputs: a value exceeds 65,504, the largest number of float16, or a divisor is below 6e-8, which is zero in "
+            f"float16. Scale its inputs down, use an eps of 1e-7 or more, or {REMEDY}."
         )
     zero = [
         f"{name!r} ({before[name]:.2g})" for name, value in after.items() if value == 0 < before.get(name, 0) < SMALLEST

@@ -4,7 +4,7 @@ Their networks are strongly typed: tensors that are float32 in a file are comput
 that breaks one is computed as planned.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from qtoolkit.backends import Backend
 from qtoolkit.errors import some
@@ -22,6 +22,10 @@ TO_FLOAT16 = (
     'Write it with float_type="float16" and scales of float16 (scale_dtype="float16"), as qtoolkit.export_onnx does for '
     "this target; a file of another tool becomes float16 by modelopt.onnx.autocast."
 )
+REDUCTIONS = frozenset({"ReduceMean", "ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
+OF_NORMS = frozenset(
+    {"Add", "Clip", "Div", "Max", "Mul", "Pow", "Reciprocal", "Sqrt"}
+)  # ops of a norm beside its reduction
 INT8_CHANNELS = 32  # of one instruction of tensor cores in int8; kernels pad to it
 FEW_INPUTS = 4  # channels of images
 
@@ -58,20 +62,32 @@ def _float32_island(ops: Sequence[Op], backend: Backend) -> Iterator[BrokenAt]:
         return
     left = [op for op in ops if _is_float32(op)]
     while left:
-        island = set(reached(left[:1], lambda op: filter(_is_float32, (*op.inputs, *op.users))))
-        kinds = some(sorted({repr(op.node.op_type) for op in island}))
-        yield (
-            left[0],
-            f"{len(island)} ops compute in float32 between others in float16 ({kinds}), and {backend.name} does not change "
-            f"their type.",
-            "Give them the type of their inputs, unless they overflow in float16.",
-        )
+        island = set(reached(left[:1], lambda op: filter(_stays_float32, (*op.inputs, *op.users))))
+        computing = [op for op in left if op in island]
+        if not _is_norm(island):
+            kinds = some(sorted({repr(op.node.op_type) for op in computing}))
+            yield (
+                left[0],
+                f"{len(computing)} ops compute in float32 between others in float16 ({kinds}), and {backend.name} does not "
+                f"change their type.",
+                "Give them the type of their inputs, unless they overflow in float16.",
+            )
         left = [op for op in left if op not in island]
 
 
+def _is_norm(island: Collection[Op]) -> bool:
+    """Return whether ops in float32 compute a norm: a mean or a sum of squares, and what divides by it."""
+    types = {op.node.op_type for op in island if not op.kind.moves}
+    return bool(types & REDUCTIONS) and types - REDUCTIONS <= OF_NORMS
+
+
 def _is_float32(op: Op) -> bool:
-    computes = not (op.is_input or op.is_quantizer or op.kind.moves or op.kind.returns_input)
-    return computes and float_type(op) == "float32" and op.node.op_type not in FLOAT32_OPS
+    """Return whether an op computes in float32, and is none that loses accuracy in float16."""
+    return _stays_float32(op) and not op.kind.moves and op.node.op_type not in FLOAT32_OPS
+
+
+def _stays_float32(op: Op) -> bool:
+    return not (op.is_input or op.is_quantizer or op.kind.returns_input) and float_type(op) == "float32"
 
 
 def _cast_between(op: Op, backend: Backend) -> Iterator[Broken]:

@@ -79,6 +79,27 @@ def a_softmax_in_float32() -> File:
     return file
 
 
+@case("float32-island")
+@case("float-cast")
+def a_norm_in_float32() -> File:
+    return norm_in_float32("Div")
+
+
+@case("float32-island", "div")
+def a_norm_and_more_in_float32() -> File:
+    return norm_in_float32("Div", "Erf")
+
+
+def norm_in_float32(*behind: str) -> File:
+    file, x = half()
+    wide = y = file.node("Cast", conv(file, x, "conv"), to=FLOAT)
+    norm = file.node("ReduceL2", wide, name="norm")
+    for op in behind:
+        y = file.node(op, y, *([norm] if op == "Div" else []), name=op.lower())
+    file.output(conv(file, file.pair(file.node("Cast", y, to=FLOAT16)), "next"))
+    return file
+
+
 @case("float-cast", "narrow")
 def casts_for_nothing() -> File:
     file, x = half()

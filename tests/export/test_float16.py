@@ -623,22 +623,45 @@ NORMS = {
     "sqrt": lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6),
     "sum": lambda x: x * (torch.square(x).sum(-1, keepdim=True) / 16 + 1e-6).rsqrt(),
     "in float32": lambda x: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "norm": lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12),
+    "vector norm": lambda x: x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-9),
+    "expanded": lambda x: x / x.square().sum(-1, keepdim=True).sqrt().clamp_min(1e-12).expand_as(x),
     "centered": lambda x: (x - x.mean(-1, True)) * ((x - x.mean(-1, True)) ** 2).mean(-1, True).add(1e-6).rsqrt(),
 }
+
+
+def check_norm(model: nn.Module, x: Tensor, folder: Path, capture: str = "trace") -> Tensor:
+    """Export a quantized model in float16, compare its file with the model in float32, and return the outputs of the file."""
+    prepared = qt.prepare(model.eval(), x, backend="tensorrt", capture=capture)
+    qt.calibrate(prepared, [x], progress=False)
+    converted = qt.convert(prepared)
+    result = qt.export_onnx(converted, x, folder / "m.onnx")
+    session = onnxruntime.InferenceSession(str(result.path))
+    y = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    wanted = converted(x).detach()
+    assert (y - wanted).abs().max() < 0.02 * wanted.abs().max()
+    assert result.verification is not None
+    assert result.verification.quantizer_codes.differing == 0
+    assert not qt.export.lint(result.path, "tensorrt")
+    return y
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_squares_of_a_norm_written_by_hand_do_not_overflow(tmp_path: Path, norm: str) -> None:
     x = 1000 * torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-    prepared = qt.prepare(HandwrittenNorm(NORMS[norm]).eval(), x, backend="tensorrt")
-    qt.calibrate(prepared, [x], progress=False)
-    model = qt.convert(prepared)
-    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
-    session = onnxruntime.InferenceSession(str(result.path))
-    y = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
-    wanted = model(x).detach()
-    assert (y - wanted).abs().max() < 0.02 * wanted.abs().max()
-    assert not qt.export.lint(result.path, "tensorrt")
+    check_norm(HandwrittenNorm(NORMS[norm]), x, tmp_path)
+
+
+@pytest.mark.parametrize("capture", ["trace", "export"])
+@pytest.mark.parametrize("norm", ["normalize", "norm", "vector norm", "expanded", "rsqrt"])
+def test_a_norm_of_zeros_is_zero_although_its_eps_vanishes_in_float16(tmp_path: Path, norm: str, capture: str) -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    x[3:5] = 0
+    model = HandwrittenNorm(NORMS[norm])
+    nn.init.zeros_(model.first.bias)
+    y = check_norm(model, x, tmp_path, capture)
+    assert torch.equal(y[3], y[4])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
