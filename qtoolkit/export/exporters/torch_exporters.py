@@ -14,6 +14,7 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, nn
 
 from qtoolkit.errors import first_line, present, warn
+from qtoolkit.export.exporters import exact_constants
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
 from qtoolkit.export.inputs import DynamicShapes, Inputs, by_name
@@ -65,7 +66,7 @@ def _export_dynamo(request: ExportRequest) -> onnx_ir.Model:
     # Before the optimizer, which merges scales of equal value.
     _name_by_quantizers(program.model, _quantizers_of_scales(request.model))
     try:
-        program.optimize()
+        exact_constants.optimize(program)
     except PassError as error:
         raise RuntimeError(f"{request.what}: {_describe_failure(request.model, error)}") from error
     keep_quantizers(program.model)
