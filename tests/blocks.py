@@ -1,4 +1,4 @@
-"""What tests of a model's blocks share: a group of one process, and the code of a graph that is not divided."""
+"""What tests of a model's blocks share: calls one by one, and the code of a graph that is not divided."""
 
 import inspect
 from collections.abc import Iterator
@@ -7,9 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook
 
 import qtoolkit as qt
@@ -92,16 +90,6 @@ def codes_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Quantizer | None,
 
     monkeypatch.setattr(codes, "tensor_codes_of", recorded)
     return found
-
-
-@contextmanager
-def one_process() -> Iterator[DeviceMesh]:
-    """Return the mesh of a group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def make_flat(gm: fx.GraphModule) -> fx.GraphModule:

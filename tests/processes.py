@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import distributed
 
+KEPT: list[object] = []  # the ended groups of `group_of_one`
 ROOT = Path(__file__).parents[1]
 SECONDS_OF_RANKS = 300  # the longest test with ranks takes less than 30
 IMPORTED = ["qtoolkit", "torch._dynamo"]  # prepare imports torch._dynamo
@@ -77,6 +78,20 @@ def _of_rank(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> Non
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Make this process a group of its own within a `with` block.
+
+    The group is kept: the threads of gloo end with its last owner, which may be a DistributedDataParallel (see `_of_rank`).
+    """
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    KEPT.append(distributed.group.WORLD)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def python(

@@ -11,13 +11,14 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch import distributed, fx, nn
+from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qtoolkit as qt
 from qtoolkit.compat import load_amax, mqbench
 from qtoolkit.tuning import mixed_precision
 from qtoolkit.wrapped import unwrapped, wrapper_of
+from tests.processes import group_of_one
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 PACKAGES = (qt, qt.debug, qt.export, qt.nn, qt.quant_modules, qt.tuning, mixed_precision, qt.compat, mqbench)
@@ -31,9 +32,8 @@ WRAPS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 def net() -> nn.Module:

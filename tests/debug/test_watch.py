@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtoolkit as qt
 from tests.nets import settled
+from tests.processes import group_of_one
 from tests.training.nets import ROUTES, SHAPE, learned, loss_of, step
 
 
@@ -220,9 +221,8 @@ class _Compilations:
         return gm
 
 
-def test_a_model_in_distributed_data_parallel(tmp_path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_a_model_in_distributed_data_parallel() -> None:
+    with group_of_one():
         model = nn.parallel.DistributedDataParallel(learned())
         optimizer = sgd(model)
         with qt.debug.watch(model) as watched:
@@ -232,8 +232,6 @@ def test_a_model_in_distributed_data_parallel(tmp_path) -> None:
             bad = torch.full(SHAPE, torch.nan)
             with pytest.raises(RuntimeError, match=r"quantizer 'activation_quantizers.x' got NaN"):
                 step(model, optimizer, bad)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_watch_that_nobody_holds_ends() -> None:
@@ -252,9 +250,8 @@ def test_a_watch_that_nobody_holds_ends() -> None:
     ]
 
 
-def test_a_fully_sharded_model(tmp_path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_a_fully_sharded_model() -> None:
+    with group_of_one():
         plain, model = learned(), fully_shard(learned(), mesh=init_device_mesh("cpu", (1,)))
         rows = []
         for each in (plain, model):
@@ -267,8 +264,6 @@ def test_a_fully_sharded_model(tmp_path) -> None:
                 with pytest.raises(RuntimeError, match=r"watch: the gradient of 'fc.bias' is not finite"):
                     step(each, optimizer, x * math.nan)
         assert rows[0] == rows[1]
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # ---- errors before the optimizer

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 import qtoolkit as qt
 from qtoolkit.graph import TracedBlock
 from qtoolkit.graph.program import runs_its_graph
-from tests.blocks import called_one_by_one, one_process
+from tests.blocks import called_one_by_one
+from tests.processes import group_of_one
 
 
 class Block(nn.Module):
@@ -110,6 +111,7 @@ def test_such_a_block_takes_no_hooks(register: str) -> None:
 
 
 def test_such_a_block_cannot_be_wrapped_sharded_or_compiled() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     def given_a_forward(model: nn.Module) -> None:
@@ -119,8 +121,8 @@ def test_such_a_block_cannot_be_wrapped_sharded_or_compiled() -> None:
     apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, Block))
     compiled.block.compile(backend="eager")
     given_a_forward(replaced)
-    with one_process() as mesh:
-        fully_shard(sharded.block, mesh=mesh)
+    with group_of_one():
+        fully_shard(sharded.block, mesh=init_device_mesh("cpu", (1,)))
         for model in (wrapped, compiled, replaced, sharded):
             with refuses("the model calls it 2"):
                 model(X)

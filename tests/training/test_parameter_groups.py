@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qtoolkit as qt
 from tests import nets
+from tests.processes import group_of_one
 from tests.training.nets import SHAPE, learned, step
 
 OPTIMIZERS = {
@@ -143,15 +144,12 @@ def test_groups_hold_the_parameters_after_casts(change: Callable[[nn.Module], nn
     assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
 
 
-def test_wrapped_models(tmp_path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_wrapped_models() -> None:
+    with group_of_one():
         model = learned()
         names = names_of(qt.parameter_groups(DistributedDataParallel(model)))
         wanted = names_of(qt.parameter_groups(model))
         assert names == {group: [f"module.{name}" for name in listed] for group, listed in wanted.items()}
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_bad_arguments() -> None:

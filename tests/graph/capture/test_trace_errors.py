@@ -12,6 +12,7 @@ import qtoolkit as qt
 from qtoolkit.wrapped import WRAPPERS
 from tests import nets
 from tests.nets import linear_of
+from tests.processes import group_of_one
 
 # ---- what is refused
 
@@ -19,7 +20,6 @@ REFUSED = {name: wrapper.remedy for name, wrapper in WRAPPERS.items() if wrapper
 
 
 def wrapped_in(name: str) -> nn.Module:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -31,12 +31,8 @@ def wrapped_in(name: str) -> nn.Module:
         "OptimizedModule": lambda: torch.compile(nets.LinearNet(), backend="eager"),
         "ScriptModule": lambda: torch.jit.trace(nets.LinearNet().eval(), torch.randn(2, 6)),
     }
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         return makers[name]()
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -24,7 +24,8 @@ from qtoolkit.graph import TracedBlock
 from qtoolkit.graph.lint import lint
 from qtoolkit.graph.program import forward as program
 from tests import traceable
-from tests.blocks import called_one_by_one, make_flat, one_process
+from tests.blocks import called_one_by_one, make_flat
+from tests.processes import group_of_one
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -378,11 +379,13 @@ def test_checkpoint_calls_a_block() -> None:
 
 
 def test_blocks_are_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     prepared = prepared_of(Net())
     ours = copy.deepcopy(prepared)
-    with one_process() as mesh:
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,))
         for block in (ours.stage[0], ours.stage[2], ours):
             fully_shard(block, mesh=mesh)
         assert isinstance(ours.stage[0], FSDPModule)
