@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -173,9 +174,13 @@ def test_a_model_trains_three_steps_and_the_page_counts_them() -> None:
     outcome = pipeline.run(recipe, "onnxruntime", export=False)
     steps.remove()
     assert (outcome.failed, outcome.steps, len(taken)) == ("", 3, 3)
-    facts, fewer = page.facts("onnxruntime", {}), {**outcome.json(), "steps": 1}
-    assert "`calibrate`, 3 steps of SGD" in page.text({**facts, "models": [outcome.json()]})
-    assert "`calibrate`, 1 to 3 steps of SGD" in page.text({**facts, "models": [fewer, outcome.json()]})
+    row = {**outcome.json(), "versions": page.versions(outcome.json())}
+    fewer = {**row, "steps": 1, "versions": {**row["versions"], "onnxruntime": "1.0"}}
+    one, both = (page.text({"backend": "onnxruntime", "models": rows}) for rows in ([row], [fewer, row]))
+    assert "`calibrate`, 3 steps of SGD" in one
+    assert f"the target is onnxruntime {onnxruntime.__version__}, PyTorch is" in one
+    assert "`calibrate`, 1 to 3 steps of SGD" in both
+    assert f"the target is onnxruntime {onnxruntime.__version__} (1 models), 1.0 (1 models), PyTorch is" in both
 
 
 def test_what_cannot_be_quantized_is_in_the_table() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.pages.stored import write_part
 from benchmarks.pages.zoo_models import sums
+from benchmarks.pages.zoo_models.page import used
 from benchmarks.report import markdown_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "zoo_tensorrt.json"
@@ -82,7 +83,11 @@ def lines(results: Mapping[str, Any]) -> list[str]:
     """Return the text of the page's part."""
     passed = [outcome for outcome in results["models"] if not outcome["failed"]]
     failed = [f"{outcome['name']} ({outcome['failed']})" for outcome in results["models"] if outcome["failed"]]
-    versions = f"onnxruntime {results['onnxruntime']}, torch {results['torch']}, ultralytics {results['ultralytics']}"
+    of = {
+        name: [o for o in results["models"] if name in o["versions"]]
+        for name in ("onnxruntime", "torch", "ultralytics")
+    }
+    versions = ", ".join(f"{name} {used(name, outcomes)}" for name, outcomes in of.items())
     head = f"{len(passed)} of {len(results['models'])} models pass each step ({versions}); weights are random."
     return [
         head + (f" The others: {', '.join(failed)}." if failed else ""),

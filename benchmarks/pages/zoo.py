@@ -108,11 +108,11 @@ def run_all(named: list[Recipe], args: argparse.Namespace) -> None:
 def write(outcome: dict[str, Any], args: argparse.Namespace) -> None:
     """Write the results and the page with one more outcome."""
     before = json.loads(args.json.read_text()) if args.json.exists() else {"models": []}
-    outcomes = {o["name"]: o for o in (*before["models"], outcome)}
+    outcomes = {o["name"]: o for o in (*before["models"], {**outcome, "versions": page.versions(outcome)})}
     order = [*recipes(), *outcomes]  # models of packages that are not installed here come last
     models = [outcomes[name] for name in dict.fromkeys(order) if name in outcomes]
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(page.json_text({**page.facts(args.backend, before), "models": models}))
+    args.json.write_text(page.json_text({"backend": args.backend, "models": models}))
     args.markdown.write_text(page.text(json.loads(args.json.read_text())))
 
 

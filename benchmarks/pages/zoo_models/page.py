@@ -1,13 +1,11 @@
 """docs/zoo.md: the sums over all models, the remedies, and the comparison with other tools."""
 
 import json
-import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.pages.zoo_models import peers_table, sums
 from benchmarks.pages.zoo_models.timm_families import DRAWN, SEED
@@ -17,31 +15,18 @@ HERE = Path(__file__).parents[2]
 PAGE = HERE.parent / "docs" / "zoo.md"
 ZOO = HERE / "results" / "zoo.json"
 PEERS = HERE / "results" / "zoo_peers.json"
-# The distributions that the page names, by the word in it.
-PACKAGES = {
-    **{
-        name: name for name in ("torchvision", "timm", "onnxruntime", "onnx", "transformers", "ultralytics", "spandrel")
-    },
-    **{name: name for name in ("monai", "torchaudio", "pytorchcv")},
-    "segmentation_models": "segmentation_models_pytorch",
-    "vit_pytorch": "vit-pytorch",
-}
-
-# What runs of each library: its name in the results, and its models.
+# What runs of each library, by the name of its distribution, which is the first part of the models' names.
 LIBRARIES = {
-    "torchvision": ("torchvision", "all"),
-    "timm": (
-        "timm",
-        f"a small model of each family, and {DRAWN} drawn by seed {SEED} from models with names of small ones",
-    ),
-    "transformers": ("transformers", "small models from configs"),
-    "ultralytics": ("ultralytics", "the smallest network of each generation, task and head"),
-    "spandrel": ("spandrel", "small networks"),
-    "segmentation_models_pytorch": ("segmentation_models", "all decoders, on small encoders"),
-    "monai": ("monai", "small networks"),
-    "torchaudio": ("torchaudio", "small networks"),
-    "vit_pytorch": ("vit_pytorch", "small models, one of each paper"),
-    "pytorchcv": ("pytorchcv", "a small network of each family that no other library here has"),
+    "torchvision": "all",
+    "timm": f"a small model of each family, and {DRAWN} drawn by seed {SEED} from models with names of small ones",
+    "transformers": "small models from configs",
+    "ultralytics": "the smallest network of each generation, task and head",
+    "spandrel": "small networks",
+    "segmentation_models_pytorch": "all decoders, on small encoders",
+    "monai": "small networks",
+    "torchaudio": "small networks",
+    "vit_pytorch": "small models, one of each paper",
+    "pytorchcv": "a small network of each family that no other library here has",
 }
 
 TEXT = """# The model zoo
@@ -106,26 +91,18 @@ Models of libraries that are not installed do not run. `benchmarks/pages/zoo_mod
 """
 
 
-def facts(backend: str, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the backend, the versions of the packages and the number of cores.
-
-    Args:
-        backend: The backend's name.
-        before: The facts of the stored results. They give the versions of packages that are not installed here.
-    """
-    return {
-        "backend": backend,
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        **{name: _version(name, before) for name in PACKAGES},
-    }
+def versions(outcome: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions of the packages that have run a model."""
+    library = {sums.library_of(outcome)} & {*LIBRARIES}
+    return {name: version(name) for name in ("torch", "onnxruntime", "onnx", *library)}
 
 
-def _version(name: str, before: Mapping[str, Any]) -> str:
-    try:
-        return version(PACKAGES[name])
-    except PackageNotFoundError:
-        return str(before.get(name, "(not installed)"))
+def used(package: str, models: Sequence[Mapping[str, Any]]) -> str:
+    """Return the version of a package that ran the models; where there are several, with the number of models of each."""
+    counts = Counter(outcome["versions"][package] for outcome in models)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{each} ({count} models)" for each, count in sorted(counts.items(), reverse=True))
 
 
 def json_text(results: Mapping[str, Any]) -> str:
@@ -139,14 +116,15 @@ def text(results: Mapping[str, Any]) -> str:
     """Return the page for the results, with the comparison as it is stored."""
     models = results["models"]
     sections = ("summary", "families", "ways", "remedies", "in_float", "failures")
-    present = list(dict.fromkeys(map(sums.library_of, models)))
     return TEXT.format(
-        **{name: results[name] for name in ("backend", "onnxruntime", "torch")},
+        backend=results["backend"],
+        onnxruntime=used("onnxruntime", models),
+        torch=used("torch", models),
         **{name: getattr(sums, name)(models) for name in sections},
         count=len(models),
-        libraries=len(present),
+        libraries=len({*map(sums.library_of, models)}),
         steps=_steps(models),
-        versions=_versions(present, results),
+        versions=_versions(models),
         peers=peers_text(json.loads(PEERS.read_text())) if PEERS.exists() else "Not measured.",
     )
 
@@ -157,9 +135,9 @@ def _steps(models: Sequence[Mapping[str, Any]]) -> str:
     return " to ".join(map(str, dict.fromkeys(counts[:1] + counts[-1:]))) or "no"
 
 
-def _versions(present: Sequence[str], results: Mapping[str, Any]) -> str:
-    known = [(name, *LIBRARIES[name]) for name in present if name in LIBRARIES]
-    rows = [[name, results[key], models] for name, key, models in known]
+def _versions(models: Sequence[Mapping[str, Any]]) -> str:
+    of = {name: [outcome for outcome in models if sums.library_of(outcome) == name] for name in LIBRARIES}
+    rows = [[name, used(name, outcomes), LIBRARIES[name]] for name, outcomes in of.items() if outcomes]
     return "\n".join(markdown_lines(["library", "version", "models"], rows))
 
 
