@@ -20,13 +20,15 @@ from qtoolkit.graph.graph_module import QuantizedGraphModule
 from qtoolkit.model_inputs import Args, Kwargs
 from qtoolkit.nn import QuantModule
 from qtoolkit.op_kinds.rules import module_of
-from qtoolkit.op_kinds.table import calls_where
+from qtoolkit.op_kinds.table import names_where
 from qtoolkit.running import running
 from qtoolkit.shared_modules import outermost
 from qtoolkit.verdicts import Cause, Verdict
 
-_CALLS = calls_where(lambda kind: kind.weight_argument or kind.takes_indices)
-FUNCTIONS = {str(getattr(call, "__name__", call)) for call in _CALLS} | {"einsum", "multi_head_attention_forward"}
+FUNCTIONS = {
+    *names_where(lambda kind: kind.weight_argument or kind.takes_indices),
+    *("einsum", "multi_head_attention_forward"),
+}
 
 
 class WeightsTaken(TorchFunctionMode):

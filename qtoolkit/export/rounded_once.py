@@ -4,17 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from qtoolkit.op_kinds.table import names_where
+
 HALVES = (torch.float16, torch.bfloat16)
-PRODUCTS = frozenset(
-    {
-        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear),
-        *(torch.matmul, torch.bmm, torch.addmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm),
-    }
-)
+PRODUCTS = names_where(lambda kind: kind.weight_argument)
 NO_KERNEL = "not implemented for"  # in torch's errors
 
 
@@ -40,7 +36,7 @@ class RoundedOnce(TorchFunctionMode):
         # Torch refuses products of tensors of other types beside each other; scales are float32.
         if not floats or not all(map(_is_half, floats[:1] if quantizes else floats)):
             return function(*args, **given[1])
-        if not quantizes and function not in PRODUCTS:
+        if not quantizes and getattr(function, "__name__", "") not in PRODUCTS:
             try:
                 return function(*args, **given[1])
             except RuntimeError as error:

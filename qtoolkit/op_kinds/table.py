@@ -271,6 +271,11 @@ def calls_where(holds: Callable[[OpKind], bool]) -> frozenset[object]:
     return frozenset(call for form in forms for call in (*form.functions, *form.methods))
 
 
+def names_where(holds: Callable[[OpKind], bool]) -> frozenset[str]:
+    """Return the names of the functions, operators and methods of the kinds for which something holds."""
+    return frozenset(str(getattr(call, "__name__", call)) for call in calls_where(holds))
+
+
 MEANS = calls_where(lambda kind: kind.means_over_dims)
 
 
