@@ -30,9 +30,10 @@ EXPORTS = "csrc/exports.map"  # what the library shows to the linker
 IS_SOURCE = "sdist" in sys.argv
 INCLUDED = (".cpp", ".h", ".cuh")
 INSTRUCTION_SETS = ("avx2", "avx512", "plain")
-FILES_OF_A_UNIT = 5  # a folder with fewer has no translation unit of its own
-# Units that only register, check, record and call: their templates are what takes long, and a step spends nothing in them.
-QUICKLY = ("autograd", "layer", "others", "quantize", "unit")
+# The translation unit of a folder's files; of other folders "ops". These two only register, check, record and call: torch's
+# headers and templates are what takes long in them, and a step spends nothing there.
+UNITS = {"autograd": "layers", "layer": "layers", "cpu": "cpu"}
+QUICKLY = ("layers", "ops")
 TYPES_WITH_CUDA = {"0": False, "1": True}
 # What QTOOLKIT_SANITIZE may name (make sanitize): flags, and what is compiled in beside the library.
 SANITIZERS = {
@@ -82,16 +83,14 @@ def sanitized(sources: list[str], flags: list[str]) -> object:
 
 
 def translation_units(files: list[Path]) -> list[str]:
-    """Files in build/units, each of which includes the sources of a folder: most of the time goes into torch's headers.
+    """Files in build/units, each of which includes the sources of several folders: most of the time goes into torch's headers.
 
     The instruction sets stay apart, since each sets a target for what it includes, and take as long as a folder. CUDA's
     sources are compiled one by one.
     """
     units: dict[str, list[Path]] = {}
     for file in files:
-        beside = sum(other.parent == file.parent for other in files)
-        folder = file.parent.name if beside >= FILES_OF_A_UNIT else "others"
-        name = file.stem if file.stem in INSTRUCTION_SETS else folder
+        name = file.stem if file.stem in INSTRUCTION_SETS else UNITS.get(file.parent.name, "ops")
         units.setdefault(name, []).append(file)
     place = ROOT / "build" / "units"
     place.mkdir(parents=True, exist_ok=True)

@@ -230,8 +230,8 @@ TORCH_LIBRARY(qtoolkit, m) {
       "unit(__torch__.torch.classes.qtoolkit.BatchNormUnit unit, Tensor x) -> (Tensor y, Tensor y_codes, Tensor?[] "
       "kept)");
 
-  // Returns the gradients that are wanted, in the order of Gradient in unit/fields.h. start and y_start are needed with
-  // their ratios alone; without variance, mean and batch_variance are constants. order: the memory order of y.
+  // Returns the gradients that are wanted, in the order of GradientOf in unit/fields.h. start and y_start are needed
+  // with their ratios alone; without variance, mean and batch_variance are constants. order: the memory order of y.
   m.def("unit_backward(__torch__.torch.classes.qtoolkit.BatchNormUnit unit, Tensor grad, bool[] wanted) -> Tensor[]");
 
   // Returns fake_quant of quant_layer, with their scales made as unit does, and without y_start quant_layer alone.
@@ -278,7 +278,7 @@ TORCH_LIBRARY(qtoolkit, m) {
       "attention_fake_quant(__torch__.torch.classes.qtoolkit.AttentionUnit unit, Tensor q) -> (Tensor y, Tensor?[] "
       "kept)");
 
-  // Returns the gradients that are wanted, in the order of Gradient in unit/fields.h.
+  // Returns the gradients that are wanted, in the order of GradientOf in unit/fields.h.
   m.def(
       "attention_fake_quant_backward(__torch__.torch.classes.qtoolkit.AttentionUnit unit, Tensor grad, bool[] wanted) "
       "-> Tensor[]");

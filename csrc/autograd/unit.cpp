@@ -69,7 +69,7 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
     const auto restore = [&](const char*, auto& t, Role) { put(t, *next++); };
     unit->tensors(restore);
     unit->results(restore);
-    std::vector<bool> wanted(static_cast<size_t>(Gradient::count));
+    std::vector<bool> wanted(static_cast<size_t>(GradientOf::count));
     for (size_t i = 0; i < places.size(); ++i) wanted[places[i]] = ctx->needs_input_grad(i);
     Stack stack = {unit, grads[0], wanted};
     op.callBoxed(&stack);
@@ -95,10 +95,10 @@ void recorded_unit(const c10::OperatorHandle& op, Stack* stack) {
     const Tensor t = tensor_in(field);
     if (!t.defined()) return;
     const bool differentiated = is_differentiated(U::kOp, t);
-    TORCH_CHECK_NOT_IMPLEMENTED(role.gradient != Gradient::none || !differentiated, U::kOp, ": ", name,
+    TORCH_CHECK_NOT_IMPLEMENTED(role.gradient != GradientOf::none || !differentiated, U::kOp, ": ", name,
                                 " must not require grad, since the gradient of the input goes to x; pass ", name,
                                 ".detach().");
-    if (role.gradient == Gradient::none) return;
+    if (role.gradient == GradientOf::none) return;
     any |= differentiated;
     inputs.push_back(t);
     call.places.push_back(static_cast<int64_t>(role.gradient));

@@ -74,7 +74,7 @@ int64_t best_of(const std::vector<int64_t>& ends, Cost cost, double rounding) {
 // ---- squared error ----------------------------------------------------------------------------------------------
 
 // Codes [qmin, qmax] with a step, in bins, and a zero point.
-struct Levels {
+struct CodesInBins {
   double step, zero_point;
   int64_t qmin, qmax;
 
@@ -98,7 +98,7 @@ class SquaredError {
     }
   }
 
-  double operator()(const Levels& levels) const {
+  double operator()(const CodesInBins& levels) const {
     const double lowest = levels.at(levels.qmin) + levels.step / 2 + offset_;
     const int64_t skipped = lowest < 0 ? static_cast<int64_t>(-lowest / levels.step) : 0;  // H is 0 there
     const int64_t boundaries = levels.qmax - levels.qmin;
@@ -115,7 +115,7 @@ class SquaredError {
   }
 
   // A lower bound: the cost of clipping the bins beyond the range, less a margin for rounding errors.
-  double floor(const Levels& levels) const {
+  double floor(const CodesInBins& levels) const {
     const double top = levels.at(levels.qmax), bottom = levels.at(levels.qmin);
     const int64_t over = std::clamp(static_cast<int64_t>(std::ceil(top)) + zero_, int64_t{0}, last_);
     const int64_t under = std::clamp(static_cast<int64_t>(std::floor(bottom)) + zero_, int64_t{0}, last_);
@@ -285,7 +285,7 @@ Found squared_error(const Histogram& h, const Search& how, const Candidates& can
   const SquaredError error(h.counts, h.n, h.zero, how.method == Method::l2);
   const double codes = static_cast<double>(how.qmax - how.qmin), top = static_cast<double>(how.qmax);
   const double bottom = static_cast<double>(how.qmin);
-  const auto levels_of = [&](Span ends) -> Levels {
+  const auto levels_of = [&](Span ends) -> CodesInBins {
     const double below = static_cast<double>(ends.below), above = static_cast<double>(ends.above);
     if (how.symmetric) return {above / top, 0, how.qmin, how.qmax};
     const double scale = (below + above) / codes;

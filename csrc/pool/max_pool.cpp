@@ -14,11 +14,11 @@ namespace {
 
 using at::Tensor;
 
-using Shape = std::vector<c10::SymInt>;
+using SymSizes = std::vector<c10::SymInt>;
 
 // The shape of the result.
-Shape shape_of_result(const char* op, c10::SymIntArrayRef size, const PoolSides& s, bool ceil_mode) {
-  Shape shape = size.vec();
+SymSizes shape_of_result(const char* op, c10::SymIntArrayRef size, const PoolSides& s, bool ceil_mode) {
+  SymSizes shape = size.vec();
   const size_t rows = shape.size() - 2, columns = rows + 1;
   shape[rows] = results_of(shape[rows], s.kernel.rows, s.stride.rows, s.padding.rows, s.dilation.rows, ceil_mode);
   shape[columns] =
@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> max_pool_offsets(const Tensor& x, at::IntArrayRef ker
   constexpr const char* kOp = "max_pool_offsets";
   check_image(kOp, "x", x);
   const PoolSides sides = check_pool(kOp, kernel_size, stride, padding, dilation);
-  const Shape shape = shape_of_result(kOp, x.sym_sizes(), sides, ceil_mode);
+  const SymSizes shape = shape_of_result(kOp, x.sym_sizes(), sides, ceil_mode);
   const at::MemoryFormat format = format_of(x);
   const auto empty = [&](c10::ScalarType type) {
     return at::empty_symint(shape, x.options().dtype(type).memory_format(format));
@@ -76,7 +76,7 @@ Tensor max_pool_offsets_backward(const Tensor& grad, const Tensor& offsets, c10:
                     "dimensions, ",
                     grad.dim(), ", got ", size, ".");
   for (const auto& side : size) TORCH_CHECK_VALUE(side >= 0, kOp, ": size must not be negative, got ", size, ".");
-  const Shape shape = shape_of_result(kOp, size, sides, ceil_mode);
+  const SymSizes shape = shape_of_result(kOp, size, sides, ceil_mode);
   TORCH_CHECK_VALUE(grad.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": grad must have the shape of the result, ",
                     c10::SymIntArrayRef(shape), ", got ", grad.sym_sizes(), ".");
   TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, kOp, ": offsets must be uint8, got ", offsets.scalar_type(),

@@ -214,21 +214,21 @@ void attention_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* sta
   const Weights w = a.keeps_softmax ? by_ops(a, *a.softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
 
   ForGradients<Tensor> gradients;
-  if (wanted[Gradient::x]) gradients[Gradient::x] = shaped_as(at::bmm(w.of_scores, m.k), grad);
-  if (wanted[Gradient::k]) {
+  if (wanted[GradientOf::x]) gradients[GradientOf::x] = shaped_as(at::bmm(w.of_scores, m.k), grad);
+  if (wanted[GradientOf::k]) {
     // The order of torch's own gradient decides its last bits. On CUDA the other one is faster.
     const Tensor dk = has_kernel(a) ? at::bmm(w.of_scores.transpose(1, 2), m.q)
                                     : at::bmm(m.q.transpose(1, 2), w.of_scores).transpose(1, 2);
-    gradients[Gradient::k] = without_padding(dk, a, grad);
+    gradients[GradientOf::k] = without_padding(dk, a, grad);
   }
-  if (wanted[Gradient::v]) {
-    gradients[Gradient::v] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
+  if (wanted[GradientOf::v]) {
+    gradients[GradientOf::v] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
   }
   const PartGradients of_parts = gradients_of_parts(
-      parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[Gradient::y_start], wanted[Gradient::y_ratio]});
-  gradients[Gradient::y_start] = of_parts.y_start;
-  gradients[Gradient::y_ratio] = of_parts.y_ratio;
-  gradients[Gradient::y_zero_point] = w.of_zero_point;
+      parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[GradientOf::y_start], wanted[GradientOf::y_ratio]});
+  gradients[GradientOf::y_start] = of_parts.y_start;
+  gradients[GradientOf::y_ratio] = of_parts.y_ratio;
+  gradients[GradientOf::y_zero_point] = w.of_zero_point;
   given.push(stack, gradients);
 }
 

@@ -134,7 +134,7 @@ std::vector<Tensor> call(const c10::intrusive_ptr<U>& made, const c10::List<std:
   if (!same || !at::GradMode::is_enabled() || autocast != unit->calls->autocast) return {};
   UnitOutput found = call_op(unit);
   std::vector<Tensor> results = {std::move(found.y)};
-  const Quantized& output = unit->output;
+  const OutputQuantizer& output = unit->output;
   if (!output.trained.start.has_value()) return results;
   const at::AutoDispatchBelowADInplaceOrView guard;
   results.push_back(std::move(found.codes));

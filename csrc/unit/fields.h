@@ -17,7 +17,7 @@ namespace qtoolkit {
 using NamedValues = c10::Dict<std::string, c10::IValue>;
 
 // A tensor that may have a gradient has a place among them; the others must not require grad.
-enum class Gradient {
+enum class GradientOf {
   x,
   weight,
   start,
@@ -40,10 +40,10 @@ enum class Gradient {
 // One value for each gradient.
 template <class T>
 struct ForGradients {
-  std::array<T, static_cast<size_t>(Gradient::count)> values = {};
+  std::array<T, static_cast<size_t>(GradientOf::count)> values = {};
 
-  T& operator[](Gradient g) { return values[static_cast<size_t>(g)]; }
-  const T& operator[](Gradient g) const { return values[static_cast<size_t>(g)]; }
+  T& operator[](GradientOf g) { return values[static_cast<size_t>(g)]; }
+  const T& operator[](GradientOf g) const { return values[static_cast<size_t>(g)]; }
 };
 
 // What backward keeps of a tensor. A scale or zero point without a gradient may be a buffer that an observer changes
@@ -52,11 +52,11 @@ enum class Keeps { nothing, tensor, copy };
 
 // What a tensor of a unit is to autograd.
 struct Role {
-  Gradient gradient;
+  GradientOf gradient;
   Keeps keeps;
 };
 
-constexpr Role kOfForward = {Gradient::none, Keeps::nothing}, kConstant = {Gradient::none, Keeps::tensor};
+constexpr Role kOfForward = {GradientOf::none, Keeps::nothing}, kConstant = {GradientOf::none, Keeps::tensor};
 
 inline Keeps keeps_if(bool kept) { return kept ? Keeps::tensor : Keeps::nothing; }
 

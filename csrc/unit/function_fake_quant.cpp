@@ -108,7 +108,7 @@ FunctionRows rows_of(const Function& f, const Tensor& x, const Output& output, c
   return args;
 }
 
-QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, const Quantized& output,
+QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, const OutputQuantizer& output,
                           const Tensor& y_scale, at::ScalarType dtype, Value& value) {
   check_code_range(op, output.qmin, output.qmax);
   check_grid(op, x, y_scale, output.zero_point, std::nullopt, 1, 0);
@@ -136,7 +136,7 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   Tensor x;
   Function function;
   bool keeps_x;
-  Quantized output;
+  OutputQuantizer output;
   optional<at::ScalarType> dtype;
   Reader(op, stack) >> x >> function >> keeps_x >> static_cast<Output&>(output) >> output.trained.float16 >>
       output.learned >> output.with_codes >> dtype;
@@ -241,7 +241,7 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<int64_t> order;
   optional<Tensor> x;
   Function function;
-  Quantized output;
+  OutputQuantizer output;
   Value saved;
   WantedOfFunction wanted;
   Reader(op, stack) >> grad >> order >> x >> function >> static_cast<Output&>(output) >> y_scale >> mask >>
@@ -280,7 +280,7 @@ UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
       bool, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
       int64_t, double, bool, bool, bool, optional<at::ScalarType>)>("qtoolkit::function_fake_quant");
   const Function& f = unit->function;
-  const Quantized& q = unit->output;
+  const OutputQuantizer& q = unit->output;
   auto [y, codes, y_scale, mask, mean, rstd] =
       op.call(unit->x, f.name, f.shape, f.weight, f.bias, f.eps, /*keeps_x=*/q.learned || !f.is_none(), q.trained.start,
               q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.trained.float16,

@@ -8,7 +8,7 @@ namespace qtoolkit {
 namespace {
 
 using at::Tensor;
-using G = Gradient;
+using G = GradientOf;
 using torch::jit::Stack;
 
 void layer_fake_quant(const c10::OperatorHandle& /*op*/, Stack* stack) {

@@ -21,7 +21,7 @@ namespace {
 
 using at::Tensor;
 using std::optional;
-using G = Gradient;
+using G = GradientOf;
 using torch::jit::Stack;
 
 // What follows a batch norm.
@@ -101,7 +101,7 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   const auto& [unit, grad, wanted] = given;
   const BatchNormUnit& u = *unit;
   const Following& f = u.following;
-  const Quantized& output = u.output;
+  const OutputQuantizer& output = u.output;
   const optional<Tensor>&bias = u.bias.bias, &y_scale = u.y_scale;
   const Tensor &mean = given.kept("mean", u.mean), &variance = given.kept("batch_variance", u.batch_variance);
   Layer layer = u.layer;

@@ -27,16 +27,16 @@ struct CalledUnit : torch::CustomClassHolder {
 
 struct Unit : CalledUnit {
   at::Tensor x;
-  Quantized output;
+  OutputQuantizer output;
 
   const at::Tensor& first() const { return x; }
 
   template <class Visit>
   void output_tensors(Visit& visit) {
-    visit("y_start", output.trained.start, Role{Gradient::y_start, keeps_if(output.trained.ratio.has_value())});
-    visit("y_ratio", output.trained.ratio, Role{Gradient::y_ratio, Keeps::tensor});
+    visit("y_start", output.trained.start, Role{GradientOf::y_start, keeps_if(output.trained.ratio.has_value())});
+    visit("y_ratio", output.trained.ratio, Role{GradientOf::y_ratio, Keeps::tensor});
     visit("y_rate", output.trained.rate, kConstant);
-    visit("y_zero_point", output.zero_point, Role{Gradient::y_zero_point, Keeps::copy});
+    visit("y_zero_point", output.zero_point, Role{GradientOf::y_zero_point, Keeps::copy});
   }
 
   template <class Visit>
@@ -79,21 +79,21 @@ struct UnitOfLayer : Unit {
   // `bias_kept` is whether backward needs the bias. Nobody changes the grid of the input before backward.
   template <class Visit>
   void layer_tensors(Visit& visit, Keeps bias_kept) {
-    visit("x", x, Role{Gradient::x, Keeps::nothing});
+    visit("x", x, Role{GradientOf::x, Keeps::nothing});
     visit("codes", layer.codes, kConstant);
     visit("x_scale", layer.x_scale, kConstant);
     visit("x_zero_point", layer.x_zero_point, kConstant);
-    visit("weight", layer.weight, Role{Gradient::weight, Keeps::tensor});
-    visit("start", weight.start, Role{Gradient::start, keeps_if(weight.ratio.has_value())});
-    visit("ratio", weight.ratio, Role{Gradient::ratio, Keeps::tensor});
+    visit("weight", layer.weight, Role{GradientOf::weight, Keeps::tensor});
+    visit("start", weight.start, Role{GradientOf::start, keeps_if(weight.ratio.has_value())});
+    visit("ratio", weight.ratio, Role{GradientOf::ratio, Keeps::tensor});
     visit("rate", weight.rate, kConstant);
-    visit("zero_point", layer.zero_point, Role{Gradient::zero_point, Keeps::copy});
+    visit("zero_point", layer.zero_point, Role{GradientOf::zero_point, Keeps::copy});
     visit("lo", followed.lo, kOfForward);
     visit("hi", followed.hi, kOfForward);
     visit("updated", layer.updated, kConstant);
-    visit("bias", bias.bias, Role{Gradient::bias, bias_kept});
+    visit("bias", bias.bias, Role{GradientOf::bias, bias_kept});
     visit("raw", raw.x, kConstant);
-    visit("raw_scale", raw.scale, Role{Gradient::raw_scale, Keeps::copy});
+    visit("raw_scale", raw.scale, Role{GradientOf::raw_scale, Keeps::copy});
     output_tensors(visit);
   }
 
@@ -180,15 +180,15 @@ struct BatchNormUnit : UnitOfLayer {
   void tensors(Visit&& visit) {
     layer_tensors(visit, Keeps::tensor);
     // Of constants backward takes the copies: a process group sends them in place.
-    visit("variance", norm.variance, Role{Gradient::none, keeps_if(!norm.is_frozen())});
-    visit("gamma", norm.gamma, Role{Gradient::gamma, Keeps::tensor});
-    visit("beta", norm.beta, Role{Gradient::beta, Keeps::tensor});
+    visit("variance", norm.variance, Role{GradientOf::none, keeps_if(!norm.is_frozen())});
+    visit("gamma", norm.gamma, Role{GradientOf::gamma, Keeps::tensor});
+    visit("beta", norm.beta, Role{GradientOf::beta, Keeps::tensor});
     visit("frozen_mean", norm.frozen_mean, kOfForward);
     visit("running_mean", running_mean, kOfForward);
     visit("running_var", running_var, kOfForward);
     visit("batches", batches, kOfForward);
     // Backward takes the codes of a residual, if it has some. Nobody changes their grid before.
-    visit("residual", following.residual, Role{Gradient::residual, keeps_if(!following.codes.has_value())});
+    visit("residual", following.residual, Role{GradientOf::residual, keeps_if(!following.codes.has_value())});
     visit("residual_codes", following.codes, kConstant);
     visit("residual_scale", following.scale, kConstant);
     visit("residual_zero_point", following.zero_point, kConstant);
@@ -254,7 +254,7 @@ struct AttentionUnit : CalledUnit {
   std::optional<at::Tensor> mask;
   at::ScalarType dtype;
   bool keeps_softmax;
-  Quantized weights;
+  OutputQuantizer weights;
 
   std::optional<at::Tensor> weights_scale, softmax;  // of backward alone
 
@@ -264,24 +264,24 @@ struct AttentionUnit : CalledUnit {
   template <class Visit>
   void tensors(Visit&& visit) {
     // Nobody changes the grids of operands before backward.
-    visit("q", q.values, Role{Gradient::x, keeps_if(!q.codes.has_value())});
+    visit("q", q.values, Role{GradientOf::x, keeps_if(!q.codes.has_value())});
     visit("q_codes", q.codes, kConstant);
     visit("q_scale", q.scale, kConstant);
     visit("q_zero_point", q.zero_point, kConstant);
-    visit("k", k.values, Role{Gradient::k, keeps_if(!k.codes.has_value())});
+    visit("k", k.values, Role{GradientOf::k, keeps_if(!k.codes.has_value())});
     visit("k_codes", k.codes, kConstant);
     visit("k_scale", k.scale, kConstant);
     visit("k_zero_point", k.zero_point, kConstant);
-    visit("v", v.values, Role{Gradient::v, keeps_if(!v.codes.has_value())});
+    visit("v", v.values, Role{GradientOf::v, keeps_if(!v.codes.has_value())});
     visit("v_codes", v.codes, kConstant);
     visit("v_scale", v.scale, kConstant);
     visit("v_zero_point", v.zero_point, kConstant);
-    visit("mask", mask, Role{Gradient::none, keeps_if(!keeps_softmax)});
+    visit("mask", mask, Role{GradientOf::none, keeps_if(!keeps_softmax)});
     const bool is_trained = weights.trained.ratio.has_value();
-    visit("weights_start", weights.trained.start, Role{Gradient::y_start, keeps_if(is_trained)});
-    visit("weights_ratio", weights.trained.ratio, Role{Gradient::y_ratio, Keeps::tensor});
+    visit("weights_start", weights.trained.start, Role{GradientOf::y_start, keeps_if(is_trained)});
+    visit("weights_ratio", weights.trained.ratio, Role{GradientOf::y_ratio, Keeps::tensor});
     visit("weights_rate", weights.trained.rate, kConstant);
-    visit("weights_zero_point", weights.zero_point, Role{Gradient::y_zero_point, Keeps::copy});
+    visit("weights_zero_point", weights.zero_point, Role{GradientOf::y_zero_point, Keeps::copy});
   }
 
   template <class Visit>

@@ -320,14 +320,14 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
 
 // ---- the quantizer after an op
 
-QuantizedTensor quantize_output(const Tensor& z, const Quantized& q, const optional<Tensor>& y_scale) {
+QuantizedTensor quantize_output(const Tensor& z, const OutputQuantizer& q, const optional<Tensor>& y_scale) {
   if (!y_scale.has_value()) return {z, {}, {}};
   const FakeQuantized found = fake_quantized(z, *y_scale, q.zero_point, q.qmin, q.qmax, !q.learned, q.with_codes);
   return {found.y, found.codes, found.mask};
 }
 
 QuantizedGradients quantize_output_backward(const Tensor& grad, const optional<Tensor>& z, const Tensor& mask,
-                                            at::IntArrayRef order, const Quantized& q, const Tensor& y_scale) {
+                                            at::IntArrayRef order, const OutputQuantizer& q, const Tensor& y_scale) {
   if (!q.learned) return {backward_op(grad, mask, order), {}, {}};
   TORCH_CHECK_VALUE(z.has_value(), "a learned grid requires the values before they were quantized, got None.");
   static const auto op =

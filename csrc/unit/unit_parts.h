@@ -122,7 +122,7 @@ PartGradients gradients_of_parts(const UnitParts& parts, const ScaleGradients& i
 // ---- the quantizer after an op
 
 // How a unit quantizes what another op returns.
-struct Quantized : Output {
+struct OutputQuantizer : Output {
   bool learned;     // backward keeps the values before: the scale or the zero point is trained
   bool with_codes;  // the codes are wanted
 };
@@ -132,7 +132,8 @@ struct QuantizedTensor {
   at::Tensor y, codes, mask;
 };
 
-QuantizedTensor quantize_output(const at::Tensor& z, const Quantized& q, const std::optional<at::Tensor>& y_scale);
+QuantizedTensor quantize_output(const at::Tensor& z, const OutputQuantizer& q,
+                                const std::optional<at::Tensor>& y_scale);
 
 // The gradients of z, of the scale and of the zero point, from z or from the mask and the memory order of y.
 struct QuantizedGradients {
@@ -140,7 +141,7 @@ struct QuantizedGradients {
 };
 
 QuantizedGradients quantize_output_backward(const at::Tensor& grad, const std::optional<at::Tensor>& z,
-                                            const at::Tensor& mask, at::IntArrayRef order, const Quantized& q,
+                                            const at::Tensor& mask, at::IntArrayRef order, const OutputQuantizer& q,
                                             const at::Tensor& y_scale);
 
 // Counts a change of a tensor: below autograd nobody else does.
