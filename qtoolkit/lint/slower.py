@@ -23,9 +23,7 @@ TO_FLOAT16 = (
     "this target; a file of another tool becomes float16 by modelopt.onnx.autocast."
 )
 REDUCTIONS = frozenset({"ReduceMean", "ReduceSum", "ReduceL1", "ReduceL2", "ReduceSumSquare"})
-OF_NORMS = frozenset(
-    {"Add", "Clip", "Div", "Max", "Mul", "Pow", "Reciprocal", "Sqrt"}
-)  # ops of a norm beside its reduction
+OF_NORMS = frozenset({"Add", "Clip", "Div", "Max", "Mul", "Pow", "Reciprocal", "Sqrt"})  # beside the reduction
 INT8_CHANNELS = 32  # of one instruction of tensor cores in int8; kernels pad to it
 FEW_INPUTS = 4  # channels of images
 
