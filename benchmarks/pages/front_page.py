@@ -66,7 +66,6 @@ class Figures:
         zoo: The results of the models of the zoo.
         versions: The versions of the other tools.
         card: The GPU that was measured.
-        batch: The size of its batches.
         on_gpu: By network, the time of a step as a CUDA graph there, and its peak of memory, as multiples of the float model's.
         launched: The time of the steps without a CUDA graph, by the size of batches.
         failed_on_gpu: Other tools that raised an error on a GPU, and the networks.
@@ -85,7 +84,6 @@ class Figures:
     zoo: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     card: str
-    batch: int
     on_gpu: Mapping[str, tuple[float, float]]
     launched: Mapping[int, Sequence[float]]
     failed_on_gpu: Mapping[str, Sequence[str]]
@@ -120,7 +118,6 @@ def figures_of(results: Path) -> Figures:
         [outcome for outcome in zoo["models"] if not outcome["failed"]],
         {name: version for name, version in steps["peers"].items() if name != "torch"},
         card,
-        batches[0],
         {
             row["network"]: (row["captured_ratio"], row["mebibytes_ratio"])
             for row in learned
@@ -249,8 +246,8 @@ def lines_of(figures: Figures) -> list[str]:
         "quantized values differ, layer by layer. A runtime that computes some ops in float rounds some values differently, "
         f"and later layers carry this on: in OpenVINO, up to {_percent(figures.spread, 1)} of the values differ.",
         "",
-        f"**Training on a GPU** ({figures.card}, bfloat16, batches of {figures.batch}, learned scales, the step as a CUDA "
-        "graph):",
+        f"**Training on a GPU** ({figures.card}, bfloat16, batches of {max(figures.launched)}, learned scales, the step as a "
+        "CUDA graph):",
         "",
         *markdown_lines(
             ("network", "step time / float", "peak memory / float"),
