@@ -341,6 +341,7 @@ def written(
 
     `finish` replaces the placeholders of quantizers in a model of this opset.
     """
+    import onnx_ir
     import onnxscript.optimizer
 
     from qtoolkit.export.exporters.torch_exporters import EXPORTERS
@@ -369,6 +370,8 @@ def written(
         seen = Counter[str]()
         for node in exported.graph:
             node.metadata_props.clear()  # stack traces, which can exceed the size of a small model
+            if node.op_type == "TopK":  # sorted is one of the orders that sorted=False allows; all runtimes then agree
+                node.attributes["sorted"] = onnx_ir.AttrInt64("sorted", 1)
             name = node.name or node.op_type
             seen[name] += 1
             node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"  # names are unique

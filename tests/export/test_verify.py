@@ -1,6 +1,7 @@
 """Verification of exported files: missing nodes, nodes that several quantizers share, and rounding ties."""
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -422,3 +423,40 @@ def test_nodes_in_another_order_than_the_calls() -> None:
             assert node.codes is of_call
     pairing = Pairing({grid: [NodeCodes(codes[0]), NodeCodes(codes[0])]}, {grid: 2}, up_to_ties=True)
     assert pairing.node_of(QuantizerCall(grid, codes[1]), 1) is None
+
+
+class Best(nn.Module):
+    """A layer on the places with the best scores, of which most are equal."""
+
+    def __init__(self, best: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.score, self.last, self.best = nn.Linear(16, 4), nn.Linear(16, 8), best
+        nn.init.constant_(self.score.bias, -2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.best(self.score(x).relu().amax(-1))
+        return self.last(x.gather(1, places.unsqueeze(-1).expand(-1, -1, 16)))
+
+
+BEST = {
+    "method": lambda scores: scores.topk(20, dim=1)[1],
+    "function": lambda scores: torch.topk(scores, 20)[1],
+    "smallest": lambda scores: torch.topk(-scores, k=20, dim=-1, largest=False).indices,
+    "unsorted": lambda scores: scores.topk(20, 1, sorted=False).indices,
+    "sort": lambda scores: scores.sort(dim=1, descending=True)[1][:, :20],
+    "argsort": lambda scores: torch.argsort(-scores, 1)[:, :20],
+}
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("best", BEST)
+def test_of_equal_scores_the_file_and_the_model_choose_the_same(best: str, backend: str, tmp_path) -> None:
+    x = torch.randn(2, 400, 16, generator=torch.Generator().manual_seed(0))
+    prepared = qt.prepare(Best(BEST[best]).eval(), x, backend=backend)
+    qt.calibrate(prepared, [x], progress=False)
+    model = qt.convert(prepared)
+    result = qt.export_onnx(model, x, tmp_path / "m.onnx")
+    found = qt.export.verify(model, x, result.path)
+    assert found.runtimes["onnxruntime"].codes.differing == 0
+    assert result.verification.quantizer_codes.compared > 2 * 400 * 16
+    assert result.verification.layer_codes.differing == 0

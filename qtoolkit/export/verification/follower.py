@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qtoolkit.errors import with_article
 from qtoolkit.export.inputs import grids_of
@@ -135,6 +136,42 @@ class _Comparison:
         return Followed(counts, missing, self.stored, outputs, drawn)
 
 
+def _sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> tuple[Tensor, Tensor]:
+    return torch.sort(input, dim=dim, descending=descending, stable=True)
+
+
+def _argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    return torch.argsort(input, dim=dim, descending=descending, stable=True)
+
+
+def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    values, indices = _sort(input, dim, largest)
+    if input.dim() == 0:
+        return torch.return_types.topk((values, indices))
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
+ORDERS: Mapping[object, Callable[..., object]] = {
+    **dict.fromkeys((torch.sort, Tensor.sort), _sort),
+    **dict.fromkeys((torch.argsort, Tensor.argsort), _argsort),
+    **dict.fromkeys((torch.topk, Tensor.topk), _topk),
+}
+
+
+class LowestIndexFirst(TorchFunctionMode):
+    """Lets topk, sort and argsort order equal values by their indices, as ONNX's TopK does. PyTorch leaves the order open."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Call a function of torch."""
+        return ORDERS.get(function, function)(*args, **(kwargs or {}))
+
+
 class Follower:
     """Runs a converted model with these arguments, and compares its quantized values with runtimes'."""
 
@@ -163,7 +200,7 @@ class Follower:
         self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
     def _run(self, grids: Iterable[Grid], hook: Hook) -> object:
-        with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad():
+        with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad(), LowestIndexFirst():
             return self.model(*self.args, **self.kwargs)
 
     def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> None:
