@@ -55,9 +55,8 @@ class LayerOp:
             return values
         return torch.where(self._is_updated(self.updated_channels), values, values.detach())
 
-    def updated_weight(self) -> Tensor:
-        """Return the weight, with a gradient in the channels that are updated."""
-        weight: Tensor = self.weight
+    def updated_weight(self, weight: Tensor) -> Tensor:
+        """Return a tensor like the weight, with a gradient in the channels that are updated."""
         if self.updated_channels is None:
             return weight
         mask = self._is_updated(self.updated_channels).to(weight.dtype)

@@ -224,7 +224,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
     ) -> Tensor:
         """Compute a call with the weight, each output channel multiplied by a factor before it is quantized."""
         if not with_quantized_weight:
-            return self.compute(x, self.updated_weight(), bias, *args, **kwargs)
+            return self.compute(x, self.updated_weight(self.weight), bias, *args, **kwargs)
         source, in_sums = partial(call.input_quantizer, self), partial(self.bias_in_sums, bias, call)
         y = on_codes.compute(run, self, x, source, factor, in_sums, args, kwargs, input_codes)
         if y is not None:
@@ -238,9 +238,11 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         return self.compute(x, weight, bias, *args, **kwargs)
 
     def _scaled_and_quantized(self, factor: Tensor | None) -> Tensor:
-        """Return the weight, each output channel multiplied by a factor, quantized by its quantizer."""
-        quantizer, scaled = self.weight_quantizer, self._scaled(self.updated_weight(), factor)
+        """Return the weight, each output channel multiplied by a factor, quantized by its quantizer.
+
+        Only the channels that are updated give gradients to the weight and to the scale.
+        """
+        quantizer, scaled = self.weight_quantizer, self._scaled(self.weight, factor)
         if self.training or not isinstance(quantizer, TensorQuantizer) or has_own_forward(quantizer):
-            return self.quantize_weight(scaled)
-        y: Tensor = quantizer(scaled, range_of=self.effective_weight)
-        return y
+            return self.updated_weight(self.quantize_weight(scaled))
+        return self.updated_weight(quantizer(scaled, range_of=self.effective_weight))

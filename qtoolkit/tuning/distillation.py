@@ -188,7 +188,8 @@ class _Kept:
 
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if self.outputs is not None:
-            self.outputs[self.name] = output
+            # an op in place may overwrite the output
+            self.outputs[self.name] = output.clone() if isinstance(output, Tensor) else output
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (None, self.name)

@@ -62,7 +62,7 @@ class _Taken(NamedTuple):
 
 
 class PartialUpdates:
-    """Train a share of the output channels of each weight in each step, and all biases, batch norms and scales.
+    """Train a share of the output channels of each weight in each step, and all biases, batch norms and activation scales.
 
     The gradient of a weight takes about as long as forward. In each step it is computed only for the chosen output channels of
     a layer, and only these are updated: the optimizer gets their rows of the weight, of its gradient and of its own state. The
@@ -71,6 +71,7 @@ class PartialUpdates:
 
     - Grouped layers, including depthwise convolutions, compute the gradient of the whole weight, because gathering their input
       takes more time than it saves.
+    - A learned scale of a weight gets gradients from the chosen channels alone.
     - For a channel that is not chosen, the factor of a linked batch norm is a constant: gamma gets only the gradient of the
       batch norm itself, and no gradient from a frozen batch norm.
     - Adam's `step` counts the steps of the whole weight, so the first updates of a channel that is chosen late are larger.
@@ -260,7 +261,7 @@ class PartialUpdates:
     @torch.no_grad()
     def _take_rows(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let the optimizer update parameters of the chosen channels in place of the weights."""
-        if args[1:] or any(value is not None for value in kwargs.values()):
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError(
                 "PartialUpdates: optimizer.step must be called without a closure: it would run the model while the optimizer "
                 "holds parts of its weights; compute the loss and its gradients before the step."

@@ -224,3 +224,24 @@ def test_a_batch_norm_that_is_folded_in_one_model_alone_is_an_error() -> None:
     qt.calibrate(fused, [x], progress=False)
     with Distillation(fused, floats, features=["conv"], logits_weight=0.0) as distillation:
         assert float(distillation(x, fused(x)).detach()) < 0.01
+
+
+def test_an_op_in_place_does_not_change_a_feature() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.act = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.bn(self.conv(x))
+            y += x
+            return self.act(y)
+
+    teacher, x = Residual(), torch.randn(4, 3, 6, 6)
+    student = qt.prepare(teacher.train(), x, backend="onnxruntime")
+    qt.calibrate(student, [x], progress=False)
+    qt.disable_quantization(student)
+    qt.freeze_batch_norm(student)
+    with Distillation(student, teacher, features=["bn"], logits_weight=0) as distillation:
+        student(x)
+        assert distillation(x, None).item() == pytest.approx(0, abs=1e-9)

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +384,34 @@ def test_processes_train_what_one_does(tmp_path: Path) -> None:
                 for rank in found:
                     got: Tensor = rank[name][each]
                     torch.testing.assert_close(got, value, rtol=1e-3, atol=1e-4, msg=lambda m, e=each: f"{e}: {m}")
+
+
+@each_route
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_a_watch_changes_no_gradient(route: str, share: float) -> None:
+    model = learned(route)
+    qt.freeze_ranges(model)
+    Updates(model, OPTIMIZERS["sgd"](model.parameters()), share=share)
+    found = []
+    for watch in (nullcontext, lambda: qt.debug.watch(model, every=1)):
+        model.zero_grad()
+        with watch():
+            loss_of(model, batch(0)).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    scales = [name for name in found[0] if "weight_quantizer" in name]
+    assert scales
+    for name in found[0].keys() | found[1].keys():
+        one, other = (of.get(name, torch.zeros(())) for of in found)
+        torch.testing.assert_close(*torch.broadcast_tensors(one, other), rtol=1e-3, atol=1e-5)
+
+
+def test_wrappers_of_optimizers_may_pass_no_closure() -> None:
+    model = learned()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    updates = Updates(model, optimizer, share=0.25)
+    before = model.get_parameter("conv.weight").detach().clone()
+    loss_of(model, batch(0)).backward()
+    optimizer.step(None)  # as accelerate does
+    updates.step()
+    moved = (model.get_parameter("conv.weight") != before).flatten(1).any(1)
+    assert moved.nonzero().flatten().tolist() == chosen(model)["conv"]

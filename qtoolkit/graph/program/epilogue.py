@@ -145,7 +145,7 @@ def fits(bn: Any, size: torch.Size) -> bool:
     """Return whether the op takes inputs of a size; the batch norm has the errors for sizes that it does not take either."""
     has_values = size.numel() > size[1] or type(bn) is QuantSyncBatchNorm  # other ranks may have them
     is_taken = is_folded(bn) or (size[1] == bn.num_features and has_values)
-    return len(size) in DIMENSIONS[type(bn)] and is_taken
+    return len(size) in DIMENSIONS.get(type(bn), ()) and is_taken
 
 
 def is_added(run: Run, residual: Any, size: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:

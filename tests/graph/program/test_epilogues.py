@@ -655,3 +655,22 @@ def test_the_report_says_that_a_block_is_watched() -> None:
     prepared = prepared_of(ResNet())
     prepared.blocks[0].register_forward_hook(lambda m, args, y: None)
     assert said_of(prepared)["blocks.0.bn2"] == "fused with add, blocks.0.relu; a block returns 'blocks_0_relu_1'"
+
+
+def test_a_batch_norm_with_a_parametrized_weight_trains() -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 6, 6)
+    prepared = qt.prepare(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train(), x, backend="tensorrt"
+    )
+    qt.calibrate(prepared, [x], progress=False)
+    qt.freeze_ranges(prepared)
+    plain = copy.deepcopy(prepared)
+    with torch.no_grad():
+        plain.get_submodule("1").weight.mul_(2)
+    nn.utils.parametrize.register_parametrization(prepared.get_submodule("1"), "weight", Twice())
+    torch.testing.assert_close(prepared(x), plain(x), rtol=1e-4, atol=1e-5)

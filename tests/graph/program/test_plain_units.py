@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -283,3 +283,24 @@ def test_random_chains_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
             results.append({"x": x.grad, **{n: p.grad for n, p in net.named_parameters() if p.grad is not None}})
         monkeypatch.undo()
         same(*results)
+
+
+@pytest.mark.parametrize("at_rest", ["backbone", "backbone.0", "quantizers"])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_fixed_ranges_follow_weights_where_a_part_is_in_eval_mode(at_rest: str, normalized: bool) -> None:
+    torch.manual_seed(0)
+    parts = {"0": nn.Conv2d(3, 8, 3), **({"1": nn.BatchNorm2d(8)} if normalized else {}), "2": nn.ReLU()}
+    net = nn.Sequential(OrderedDict(backbone=nn.Sequential(OrderedDict(parts)), head=nn.Conv2d(8, 4, 1)))
+    x = torch.randn(8, 3, 6, 6)
+    model = qt.prepare(net.train(), x, backend="onnxruntime")
+    qt.calibrate(model, [x], progress=False)
+    qt.freeze_ranges(model, "activations")
+    for part in qt.quantizers_of(model).values() if at_rest == "quantizers" else [model.get_submodule(at_rest)]:
+        part.eval()
+    conv = model.get_submodule("backbone.0")
+    for factor in (4.0, 0.5):
+        model(x)
+        with torch.no_grad():
+            conv.weight.mul_(factor)
+            plain = copy.deepcopy(model)(x)
+        torch.testing.assert_close(model(x).detach(), plain, rtol=1e-4, atol=1e-5)

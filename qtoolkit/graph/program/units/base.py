@@ -320,8 +320,10 @@ NO_RANGE: Fields = {"lo": None, "hi": None, "pow2_scale": False}
 def grid_of_weight(layer: Any) -> Fields | None:
     """Return the scale and the grid of a weight, and the range that the op sets; None where they are made at each call."""
     quantizer = layer.weight_quantizer
+    if quantizer.follows and not quantizer.training:  # it may follow a weight that a frozen batch norm scales
+        return None
     trained = quantizer.kind.start(quantizer)
-    followed = _followed(layer) if quantizer.training and quantizer.follows else NO_RANGE
+    followed = _followed(layer) if quantizer.follows else NO_RANGE
     if trained is None or followed is None:
         return None
     start, ratio, rate = trained
