@@ -231,8 +231,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
 
     def source_of(self, place: int) -> Quantizer | None:
         """Return the quantizer on whose grid query, key or value lies, by its place; None where that is not known."""
+        if self.input_quantizer is not None:
+            return self.input_quantizer
         source = self.sources[place]
-        return self.input_quantizer if self.input_quantizer is not None or source is None else source.now()
+        changes_input = any(hook is not stop_fast_path for hook in self._forward_pre_hooks.values())
+        return None if source is None or changes_input else source.now()
 
     def computes_by(self) -> list[nn.Module]:
         """Return the modules beside it on which it depends how it computes in training."""

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from qtoolkit.nn.computed_weights import computing_hooks
+from qtoolkit.nn.hooks import is_watched
 from qtoolkit.quantizers.bias import bias_scale, enlarged, on_grid
 from qtoolkit.quantizers.frozen import Grid
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -12,6 +14,8 @@ from qtoolkit.quantizers.spec_ops import typed_scale
 
 if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,13 @@ class Source:
     Attributes:
         holder: The module that holds the quantizer of the values.
         name: The quantizer's name there: another quantizer may take its place at any time.
-        dropouts: The dropouts after it: a schedule may change their probabilities, which were 0, at any time.
+        between: The modules after it, up to the taker of the values. They may get hooks at any time, and dropouts among them,
+            of probability 0, another probability.
     """
 
     holder: nn.Module
     name: str
-    dropouts: tuple[nn.Module, ...] = ()
+    between: tuple[nn.Module, ...] = ()
 
     @property
     def quantizer(self) -> Quantizer | None:
@@ -35,13 +40,20 @@ class Source:
         return quantizer if isinstance(quantizer, Quantizer) else None
 
     def now(self) -> Quantizer | None:
-        """Return the quantizer; None while a dropout moves the values off its grid."""
-        return None if any(dropout.training and dropout.p for dropout in self.dropouts) else self.quantizer
+        """Return the quantizer; None while a dropout or a hook may move the values off its grid."""
+        quantizer = self.quantizer
+        if quantizer is None or is_watched(quantizer) or any(map(_may_change_values, self.between)):
+            return None
+        return quantizer
 
     def modules(self) -> list[nn.Module]:
         """Return the modules on which the source depends."""
         quantizer = self.quantizer
-        return [self.holder, *([] if quantizer is None else [quantizer]), *self.dropouts]
+        return [self.holder, *([] if quantizer is None else [quantizer]), *self.between]
+
+
+def _may_change_values(module: nn.Module) -> bool:
+    return is_watched(module) or (isinstance(module, DROPOUTS) and module.training and bool(module.p))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +80,10 @@ class LayerCall:
 
     def input_quantizer(self, layer: "QuantWeighted") -> Quantizer | None:
         """Return the quantizer on whose grid the input lies in training, or None where that is not known."""
-        own = layer.input_quantizer
-        return own if own is not None or self.source is None else self.source.now()
+        if layer.input_quantizer is not None:
+            return layer.input_quantizer
+        changes_input = len(layer._forward_pre_hooks) > len(computing_hooks(layer))
+        return None if self.source is None or changes_input else self.source.now()
 
     def summed_quantizer(self, layer: "QuantWeighted") -> Quantizer | None:
         """Return the quantizer of the input in the target's integer sums; None where it adds the bias in float."""

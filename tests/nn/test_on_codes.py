@@ -633,3 +633,52 @@ def test_autocast_computes_in_its_type(forward: str) -> None:
         assert torch.equal(y, expected)
     y.float().square().sum().backward()
     assert all(p.grad.dtype == p.dtype and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+class Hooked(nn.Module):
+    """A quantizer, a pool and a flatten before a layer, in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(0.0), nn.Linear(32, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x))
+
+
+def hook_in_place(module: nn.Module, args: object, y: Tensor) -> None:
+    y.detach().mul_(1.37)
+
+
+HOOKS = {
+    **{name: (name, "forward_hook") for name in ("stem", "stem.2", "head.0", "head.1", "activation_quantizers.stem_1")},
+    **{f"{name}, before": (name, "forward_pre_hook") for name in ("head", "head.2", "stem.2")},
+    "stem.2, in place": ("stem.2", "in place"),
+}
+
+
+@pytest.mark.parametrize("arithmetic", ["auto", "integer"])
+@pytest.mark.parametrize("case", HOOKS)
+def test_a_hook_may_change_what_a_layer_takes(case: str, arithmetic: str) -> None:
+    torch.manual_seed(0)
+    x, found = torch.randn(16, 3, 6, 6), []
+    prepared = qt.prepare(Hooked().train(), x, backend="onnxruntime", training_arithmetic=arithmetic)
+    qt.calibrate(prepared, [x], progress=False)
+    qt.freeze_ranges(prepared)
+    name, how = HOOKS[case]
+    for plain in (False, True):
+        model = copy.deepcopy(prepared)
+        if plain:
+            qt.nn.set_training_arithmetic(model, "float", "float")
+        model(x)  # the first call decides how the next ones compute
+        part = model.get_submodule(name)
+        if how == "forward_pre_hook":
+            part.register_forward_pre_hook(lambda module, args: (args[0] * 1.37,))
+        else:
+            part.register_forward_hook(hook_in_place if how == "in place" else lambda module, args, y: y * 1.37)
+        y = model(x)
+        y.square().sum().backward()
+        found.append((y.detach(), *(p.grad for p in model.parameters())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))

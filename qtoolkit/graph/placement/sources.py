@@ -8,7 +8,7 @@ from torch import fx, nn
 from qtoolkit.backends import Backend
 from qtoolkit.graph.module_calls import ModuleCalls, calls_of_layer
 from qtoolkit.graph.nodes import is_weight_quantizer, operands_of
-from qtoolkit.graph.placement.traversal import dropouts_behind, quantizer_behind, source_of
+from qtoolkit.graph.placement.traversal import modules_behind, quantizer_behind, source_of
 from qtoolkit.nn import QuantMultiheadAttention
 from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.layer_call import Source
@@ -72,14 +72,14 @@ def _common_source(tensors: Sequence[fx.Node | None], backend: Backend) -> Sourc
     sources = [_source_behind(tensor, backend, in_training=True) for tensor in tensors]
     first = sources[0] if len(quantizers_at(sources)) == 1 else None
     found = [tensor for tensor in tensors if tensor is not None]
-    return None if first is None else replace(first, dropouts=dropouts_behind(found, backend))
+    return None if first is None else replace(first, between=modules_behind(found, backend))
 
 
 def source_in_training(node: fx.Node, backend: Backend) -> Source | None:
     """Return the source of a tensor in training; None where no quantizer, or a weight's, computes it."""
     behind = quantizer_behind(node, backend, in_training=True)
     source = None if behind is None or is_weight_quantizer(behind) else _source_at(behind)
-    return None if source is None else replace(source, dropouts=dropouts_behind([node], backend))
+    return None if source is None else replace(source, between=modules_behind([node], backend))
 
 
 def source_of_input(node: fx.Node, backend: Backend) -> Source | None:

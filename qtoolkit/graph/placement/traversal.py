@@ -1,15 +1,17 @@
 """Where a tensor of a graph comes from: the op that computes it, and the quantizer that gives its values."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import fx, nn
 
 from qtoolkit.backends import Backend
+from qtoolkit.graph.block_calls import BlockCall, ancestors
+from qtoolkit.graph.blocks import find_module
 from qtoolkit.graph.nodes import is_quantizer, kind_of, tensor_inputs, users_of
+from qtoolkit.nn.layer_call import DROPOUTS
+from qtoolkit.op_kinds.facts import facts_of
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import module_of
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
@@ -84,8 +86,26 @@ def _drops_nothing(module: nn.Module) -> bool:
     return type(module) in DROPOUTS and not module.p
 
 
-def dropouts_behind(tensors: Iterable[fx.Node], backend: Backend) -> tuple[nn.Module, ...]:
-    """Return the dropouts, of probability 0, between some tensors and the quantizers that `quantizer_behind` finds."""
-    moving = reached(tensors, lambda node: _moved(node, backend))
-    modules = [module_of(node) for node in moving if node.op == "call_module"]
-    return tuple(dict.fromkeys(filter(_drops_nothing, modules)))
+def modules_behind(tensors: Sequence[fx.Node], backend: Backend) -> tuple[nn.Module, ...]:
+    """Return the modules between the takers of some tensors and the quantizers that `quantizer_behind` finds.
+
+    They are those that the graph calls, and the blocks that values enter or leave on the way.
+    """
+    moving = list(reached(tensors, lambda node: _moved(node, backend)))
+    called = [module_of(node) for node in moving if node.op == "call_module" and not is_quantizer(node)]
+    makers = [maker for node in moving if is_quantizer(node) for maker in node.all_input_nodes]
+    blocks = blocks_between([*makers, *moving, *(user for tensor in tensors for user in tensor.users)])
+    return tuple(module for module in dict.fromkeys((*called, *blocks)) if module is not None)
+
+
+def blocks_between(nodes: Sequence[fx.Node]) -> list[nn.Module | None]:
+    """Return the blocks around some nodes, without those that are around all of them; none before blocks have their calls."""
+    gm = nodes[0].graph.owning_module if nodes else None
+    calls: tuple[BlockCall, ...] = getattr(gm, "calls", ())
+    made = {facts_of(node).call for node in nodes}
+    paths = [set(ancestors(calls, call)) for call in made if call is not None] if calls else []
+    if gm is None or not paths:
+        return []
+    return [
+        find_module(gm, calls[call].block) for call in sorted(paths[0].union(*paths) - paths[0].intersection(*paths))
+    ]
