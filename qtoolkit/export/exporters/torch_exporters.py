@@ -14,8 +14,8 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor, nn
 
 from qtoolkit.errors import first_line, present, warn
-from qtoolkit.export.exporters import exact_constants
 from qtoolkit.export.exporters.quantized_constants import QuantizedConstants
+from qtoolkit.export.exporters.simplify import simplify
 from qtoolkit.export.exporters.translation import QUANTIZER, TRANSLATIONS, keep_quantizers, placeholders_in
 from qtoolkit.export.inputs import DynamicShapes, Inputs, by_name
 from qtoolkit.export.rounded_once import RoundedOnce
@@ -66,9 +66,12 @@ def _export_dynamo(request: ExportRequest) -> onnx_ir.Model:
     # Before the optimizer, which merges scales of equal value.
     _name_by_quantizers(program.model, _quantizers_of_scales(request.model))
     try:
-        exact_constants.optimize(program)
+        simplify(program.model)
     except PassError as error:
         raise RuntimeError(f"{request.what}: {_describe_failure(request.model, error)}") from error
+    # A tensor that is returned twice has been one value, with the last of its names.
+    for value, name in zip(program.model.graph.outputs, request.output_names or (), strict=False):
+        value.name = name
     keep_quantizers(program.model)
     return program.model
 

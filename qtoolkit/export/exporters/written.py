@@ -39,6 +39,7 @@ class OpsWritten(TorchFunctionMode):
     - A `ceil_mode` that adds no window is dropped: ONNX would add a window in the padding.
     - The windows of an adaptive pool, and of a resize in the mode "area", depend on the size of the input, but exporters write
       the windows of the example inputs. `constant_sizes` says that sizes are static, which torch.jit.trace does not tell.
+    - The logarithm of a sigmoid and logaddexp are written by softplus, which overflows nowhere.
     - A softplus with a threshold becomes a choice of two tensors ("torchscript" drops the threshold).
     - An LSTM with `proj_size` raises ValueError ("dynamo" drops the projection).
     - A nearest-pixel resize for which the file would round to other pixels becomes an indexing op.
@@ -62,6 +63,10 @@ class OpsWritten(TorchFunctionMode):
             return self._pool(function, *args, **named)
         if function in ADAPTIVE:
             self._note_pool(ADAPTIVE[function], *args, **named)
+        elif function is F.logsigmoid:  # exporters write Log(Sigmoid(x)), which is -inf for x below -17
+            return -F.softplus(-args[0])
+        elif function in (torch.logaddexp, Tensor.logaddexp):  # exporters write Log(Exp(a) + Exp(b)), which overflows
+            return self._logaddexp(*args, **named)
         elif function is F.softplus:
             return self._softplus(*args, **named)
         elif function is F.scaled_dot_product_attention:
@@ -96,6 +101,9 @@ class OpsWritten(TorchFunctionMode):
                 "support; make that dimension static, pool to one value (x.mean((2, 3), keepdim=True)), or resize with "
                 "torch.nn.functional.interpolate in the mode 'bilinear'."
             )
+
+    def _logaddexp(self, input: Tensor, other: Tensor) -> Tensor:
+        return torch.maximum(input, other) + F.softplus(-(input - other).abs())
 
     def _softplus(self, input: Tensor, beta: float = 1, threshold: float = USUAL_THRESHOLD) -> Tensor:
         y = F.softplus(input, beta)

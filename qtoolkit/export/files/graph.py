@@ -49,9 +49,10 @@ def replace_node(node: onnx_ir.Node, new: Sequence[onnx_ir.Node], value: onnx_ir
 
 
 def unused_name(graph: onnx_ir.Graph, name: str) -> str:
-    """Return this name, with a number appended if a constant of the graph already has it."""
+    """Return this name, with a number appended if a constant, an input or an output of the graph already has it."""
     names = chain([name], (f"{name}_{number}" for number in count(2)))
-    return next(unique for unique in names if unique not in graph.initializers)
+    ends = {value.name for value in (*graph.inputs, *graph.outputs)}
+    return next(unique for unique in names if unique not in graph.initializers and unique not in ends)
 
 
 class Constants:

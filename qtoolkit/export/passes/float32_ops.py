@@ -65,7 +65,8 @@ def _drop_cast(cast: onnx_ir.Node, wide: Wide) -> None:
     before = maker_of(value, "Cast")
     source = None if before is None else before.inputs[0]
     known = None if value is None else wide.get((id(cast.graph), value))
-    if source is not None and (source.dtype, result.dtype) == (DataType.FLOAT16, DataType.FLOAT16):
+    of = None if source is None or value is None else (source.dtype, value.dtype, result.dtype)
+    if of == (DataType.FLOAT16, DataType.FLOAT, DataType.FLOAT16):
         known = source
     if known is not None and known.dtype == result.dtype and not result.is_graph_output():
         onnx_ir.convenience.replace_all_uses_with(result, known)
@@ -94,7 +95,7 @@ def keep_float32_ends(model: onnx_ir.Model) -> None:
             onnx_ir.convenience.replace_all_uses_with(value, cast.outputs[0], replace_graph_outputs=True)
             cast.replace_input_with(0, value)
             graph.insert_before(graph[0], cast) if len(graph) else graph.append(cast)
-            value.dtype = DataType.FLOAT
+            value.type = onnx_ir.TensorType(DataType.FLOAT)  # others may share the type that it had
     for index, value in enumerate(graph.outputs):
         if value.dtype == DataType.FLOAT16 and value not in seen:
             name, value.name = value.name, f"{value.name}.float16"

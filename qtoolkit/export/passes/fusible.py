@@ -64,11 +64,13 @@ def _write_gemm(model: onnx_ir.Model, add: onnx_ir.Node) -> None:
     transpose = maker_of(weight, "Transpose")
     if transpose is None or bias.shape is None or not all(isinstance(size, int) for size in x.shape[1:]):
         return
+    (matrix,) = transpose.inputs
+    if matrix is None or matrix.shape is None or len(matrix.shape) != 2 or [*bias.shape] != [matrix.shape[0]]:
+        return  # what is added is no bias
     constants = Constants(model.graph)
-    inner, features = x.shape[-1], bias.shape[-1]
-    rows = onnx_ir.node("Reshape", [x, constants.integers([-1, inner], f"{add.name}.rows")])
-    gemm = onnx_ir.node("Gemm", [rows.outputs[0], transpose.inputs[0], bias], {"transB": 1}, name=add.name)
-    sizes = [-1, *x.shape[1:-1], features]
+    rows = onnx_ir.node("Reshape", [x, constants.integers([-1, x.shape[-1]], f"{add.name}.rows")])
+    gemm = onnx_ir.node("Gemm", [rows.outputs[0], matrix, bias], {"transB": 1}, name=add.name)
+    sizes = [-1, *x.shape[1:-1], bias.shape[-1]]
     back = onnx_ir.node("Reshape", [gemm.outputs[0], constants.integers(sizes, f"{add.name}.sizes")])
     replace_node(add, [rows, gemm, back], back.outputs[0])
 

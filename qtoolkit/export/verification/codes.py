@@ -115,6 +115,11 @@ def check_numbers(difference: float, nan: Sequence[str], what: str) -> None:
             f"{what}: {place}, so nothing can be compared; qtoolkit.stop_on_nonfinite(prepared) names the first quantizer that "
             "gets NaN. Pass inputs for which the model computes finite numbers."
         )
+    if np.isinf(difference):
+        raise RuntimeError(
+            f"{what}: an output is infinite in the runtime or in the model, and finite in the other: an op overflows, such as "
+            "the exponential in a logarithm of a sum. Write it in a form that does not, such as torch.nn.functional.softplus."
+        )
 
 
 def _array(value: Tensor | Array) -> NDArray[np.float64]:
