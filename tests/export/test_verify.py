@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import qtoolkit as qt
 from qtoolkit.export.verification.codes import TIE_SHARE, CodeCount, QuantizerCall, compare_codes, tie_band
-from qtoolkit.export.verification.follower import Follower, NodeCodes, Pairing
+from qtoolkit.export.verification.follower import Follower, NodeCodes, OnnxOrder, Pairing
 from qtoolkit.export.verification.verify import verify_onnx
 from qtoolkit.quantizers.frozen import Grid
 
@@ -460,3 +460,18 @@ def test_of_equal_scores_the_file_and_the_model_choose_the_same(best: str, backe
     assert found.runtimes["onnxruntime"].codes.differing == 0
     assert result.verification.quantizer_codes.compared > 2 * 400 * 16
     assert result.verification.layer_codes.differing == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_order_of_a_runtime_is_taken_where_it_orders_the_values(dtype: torch.dtype) -> None:
+    x = torch.tensor([[3.0, 1.0, 1.0, 2.0, -torch.inf]], dtype=dtype)
+    right, wrong, short = (np.array([places]) for places in ([0, 3, 2], [0, 2, 3], [0, 3]))
+    for given, wanted in ((right, [0, 3, 2]), (wrong, [0, 3, 1]), (short, [0, 3, 1]), (None, [0, 3, 1])):
+        with OnnxOrder([given]):
+            values, places = x.topk(3)
+        assert places.tolist() == [wanted]
+        assert torch.equal(values, x.gather(1, places))
+    with OnnxOrder([np.array([[4, 2, 1, 3, 0]]), right]):
+        assert x.argsort().tolist() == [[4, 2, 1, 3, 0]]
+        assert torch.topk(x, k=3, dim=1).indices.tolist() == right.tolist()
+        assert torch.tensor(2.0).topk(1)[1].item() == 0

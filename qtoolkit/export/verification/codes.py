@@ -149,9 +149,14 @@ def compare_codes(grid: Grid, x: Tensor, theirs: Array) -> CodeCount:
     return QuantizerCall(grid, codes_in_file(grid, x), x).compare(theirs)
 
 
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return by how much two sums may differ, relative to the largest value."""
+    return max(SUM_ERROR, torch.finfo(dtype).eps if dtype.itemsize < 4 else 0)
+
+
 def tie_band(grid: Grid, dtype: torch.dtype) -> float:
     """Return the band around a rounding boundary, in steps, in which runtimes may disagree on a value computed in a dtype."""
-    error = max(SUM_ERROR, torch.finfo(dtype).eps if dtype.itemsize < 4 else 0)
+    error = rounding_of(dtype)
     return min(max(LEAST_BAND, (grid.spec.qmax - grid.spec.qmin) * error), LARGEST_BAND)
 
 

@@ -20,6 +20,7 @@ from qtoolkit.export.verification.codes import (
     codes_in_file,
     compare_codes,
     relative_difference,
+    rounding_of,
     sum_of,
 )
 from qtoolkit.model_inputs import tensors_of
@@ -136,30 +137,15 @@ class _Comparison:
         return Followed(counts, missing, self.stored, outputs, drawn)
 
 
-def _sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> tuple[Tensor, Tensor]:
-    return torch.sort(input, dim=dim, descending=descending, stable=True)
+class OnnxOrder(TorchFunctionMode):
+    """Lets topk, sort and argsort order equal values by their indices, as ONNX's TopK does. PyTorch leaves the order open.
 
+    `given` are the indices of a runtime, call by call. They are taken where they order the values too, up to rounding.
+    """
 
-def _argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
-    return torch.argsort(input, dim=dim, descending=descending, stable=True)
-
-
-def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    values, indices = _sort(input, dim, largest)
-    if input.dim() == 0:
-        return torch.return_types.topk((values, indices))
-    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
-
-
-ORDERS: Mapping[object, Callable[..., object]] = {
-    **dict.fromkeys((torch.sort, Tensor.sort), _sort),
-    **dict.fromkeys((torch.argsort, Tensor.argsort), _argsort),
-    **dict.fromkeys((torch.topk, Tensor.topk), _topk),
-}
-
-
-class LowestIndexFirst(TorchFunctionMode):
-    """Lets topk, sort and argsort order equal values by their indices, as ONNX's TopK does. PyTorch leaves the order open."""
+    def __init__(self, given: Iterable[Array | None] = ()) -> None:
+        super().__init__()
+        self.given = iter(given)
 
     def __torch_function__(
         self,
@@ -169,7 +155,42 @@ class LowestIndexFirst(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Call a function of torch."""
-        return ORDERS.get(function, function)(*args, **(kwargs or {}))
+        if function not in ORDERS:
+            return function(*args, **(kwargs or {}))
+        return ORDERS[function](next(self.given, None), *args, **(kwargs or {}))
+
+
+def _topk(
+    given: Array | None, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
+    if input.dim():
+        values, indices = values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+    if given is not None and given.shape == tuple(indices.shape):
+        others = torch.as_tensor(given, device=input.device)
+        of_others = input.gather(dim, others)
+        error = rounding_of(input.dtype) if input.is_floating_point() else 0
+        near = (values - of_others).abs() <= error * input.abs().nan_to_num(0, 0, 0).max()
+        if bool((near | (values == of_others)).all()):
+            values, indices = of_others, others
+    return torch.return_types.topk((values, indices))
+
+
+def _sort(
+    given: Array | None, input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True
+) -> tuple[Tensor, Tensor]:
+    return torch.return_types.sort(_topk(given, input, input.size(dim) if input.dim() else 1, dim, descending))
+
+
+def _argsort(given: Array | None, input: Tensor, *args: bool, **kwargs: bool) -> Tensor:
+    return _sort(given, input, *args, **kwargs)[1]
+
+
+ORDERS: Mapping[object, Callable[..., object]] = {
+    **dict.fromkeys((torch.sort, Tensor.sort), _sort),
+    **dict.fromkeys((torch.argsort, Tensor.argsort), _argsort),
+    **dict.fromkeys((torch.topk, Tensor.topk), _topk),
+}
 
 
 class Follower:
@@ -199,8 +220,8 @@ class Follower:
         self.draws = before != RandomState.now()  # whether the model draws random numbers
         self.drawn = self._drawn(self.codes, self.outputs)  # what depends on them
 
-    def _run(self, grids: Iterable[Grid], hook: Hook) -> object:
-        with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad(), LowestIndexFirst():
+    def _run(self, grids: Iterable[Grid], hook: Hook, orders: Iterable[Array | None] = ()) -> object:
+        with removing([grid.register_forward_hook(hook) for grid in grids]), torch.no_grad(), OnnxOrder(orders):
             return self.model(*self.args, **self.kwargs)
 
     def _record(self, nan: dict[str, None], grid: Grid, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -268,11 +289,14 @@ class Follower:
                 comparison.add(name, call, pairing.node_of(call, number))
         return self._without_unused(comparison.result(nodes, self.outputs, Drawn()), nodes)
 
-    def layer_by_layer(self, nodes: Nodes, complete: bool = False, progress: bool = False) -> Followed:
+    def layer_by_layer(
+        self, nodes: Nodes, complete: bool = False, progress: bool = False, orders: Iterable[Array | None] = ()
+    ) -> Followed:
         """Compare quantized values layer by layer, with the runtime's values as inputs, so that no difference spreads.
 
-        With `complete`, the runtime's values cover all nodes, including weights and other constants, which are then compared
-        too. A call without its own node is matched with a node that differs only by rounding ties.
+        `orders` are the indices of its TopK nodes, in their order. With `complete`, the runtime's values cover all nodes,
+        including weights and other constants, which are then compared too. A call without its own node is matched with a node
+        that differs only by rounding ties.
         """
         pairing, comparison, numbers = self._pairing(nodes, up_to_ties=complete), _Comparison(), Counter[Grid]()
         first_codes, first_values = defaultdict[str, list[Array]](list), defaultdict[str, list[Tensor]](list)
@@ -299,7 +323,7 @@ class Follower:
             return values
 
         with progress_bar("verify", "quantizers", progress, total=sum(self.calls[grid] for grid in grids)) as bar:
-            outputs = self._run(grids, compare)
+            outputs = self._run(grids, compare, orders)
         if complete:
             comparison.stored += sum_of(self.compare_weights(nodes).values())
             for name, (grid, weight) in self.weights.items():

@@ -207,13 +207,16 @@ def compare_layers(converted: nn.Module, inputs: object, file: "OpenedFile", pro
     taken = {name for node in file.proto.graph.node for name in node.input}
     pools = [node for node in file.proto.graph.node if node.op_type == "MaxPool" and len(node.output) > 1]
     positions = [node.output[1] for node in pools if node.output[1] in taken]
+    orders = [node.output[1] for node in file.proto.graph.node if node.op_type == "TopK"]
     grids = {node.quantizer: grid_named(converted, node.quantizer) for node in nodes}
     names = [name for node in nodes for name in (node.source, node.codes, *_shifting(node, grids))]
-    values = file.run(tensors, [*names, *positions])
+    values = file.run(tensors, [*names, *positions, *filter(None, orders)])
     with naming_misfits(converted, inputs, "verify_onnx: inputs do"):
         follower = Follower(converted, args, kwargs)
     with ChosenMaxima(values[name] for name in positions):
-        followed = follower.layer_by_layer(_by_quantizer(nodes, values, grids), complete=True, progress=progress)
+        followed = follower.layer_by_layer(
+            _by_quantizer(nodes, values, grids), complete=True, progress=progress, orders=map(values.get, orders)
+        )
     outputs = [values[output.name] for output in file.proto.graph.output]
     codes, smooth = _codes_of_own_inputs(nodes, values, follower), _smooth_outputs(file.proto.graph, nodes)
     return Verification.of(follower, followed, outputs, codes, smooth)
