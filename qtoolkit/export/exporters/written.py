@@ -64,7 +64,7 @@ class OpsWritten(TorchFunctionMode):
         if function in ADAPTIVE:
             self._note_pool(ADAPTIVE[function], *args, **named)
         elif function is F.logsigmoid:  # exporters write Log(Sigmoid(x)), which is -inf for x below -17
-            return -F.softplus(-args[0])
+            return -F.softplus(-(args[0] if args else named["input"]))
         elif function in (torch.logaddexp, Tensor.logaddexp):  # exporters write Log(Exp(a) + Exp(b)), which overflows
             return self._logaddexp(*args, **named)
         elif function is F.softplus:
