@@ -475,3 +475,7 @@ def test_the_order_of_a_runtime_is_taken_where_it_orders_the_values(dtype: torch
         assert x.argsort().tolist() == [[4, 2, 1, 3, 0]]
         assert torch.topk(x, k=3, dim=1).indices.tolist() == right.tolist()
         assert torch.tensor(2.0).topk(1)[1].item() == 0
+    with OnnxOrder([np.array([[2, 0, 1]]), np.array([[0, 1, 2]])]):
+        mask = torch.tensor([[True, True, False]])
+        assert mask.argsort().tolist() == [[2, 0, 1]]
+        assert mask.argsort().tolist() == [[2, 0, 1]], "a runtime's order that is none of the values"

@@ -169,9 +169,9 @@ def _topk(
     if given is not None and given.shape == tuple(indices.shape):
         others = torch.as_tensor(given, device=input.device)
         of_others = input.gather(dim, others)
-        error = rounding_of(input.dtype) if input.is_floating_point() else 0
-        near = (values - of_others).abs() <= error * input.abs().nan_to_num(0, 0, 0).max()
-        if bool((near | (values == of_others)).all()):
+        finite = input.abs().nan_to_num(0, 0, 0) if input.is_floating_point() else torch.zeros(1)
+        error = rounding_of(finite.dtype) * float(finite.max())
+        if bool(torch.isclose(values, of_others, rtol=0, atol=error).all()):
             values, indices = of_others, others
     return torch.return_types.topk((values, indices))
 
