@@ -1,4 +1,4 @@
-// Functions with the quantizers after them on CUDA. A row of a layer norm stays in the registers of a warp, or of a
+// Functions with the quantizers after them on CUDA. A row of a norm stays in the registers of a warp, or of a
 // block, so that each direction reads its tensors once, as those of functions of an element do.
 #include "../fake_quant.h"
 #include "../unit/function_rows.h"
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_rows_kernel(const __grid_con
 #pragma unroll
       for (int k = 0; k < kVectorSize; ++k) sum += v[i][k];
     });
-    const float mean = join_row<RowSum, kTeam>(sum) / count;
+    const float mean = args.mean == nullptr ? 0 : join_row<RowSum, kTeam>(sum) / count;
     each_vector<kTeam, kMost>(length, [&](int i, const Contiguous&) {
 #pragma unroll
       for (int k = 0; k < kVectorSize; ++k) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_rows_kernel(const __grid_con
     });
     const float rstd = rsqrt(join_row<RowSum, kTeam>(squares) / count + eps);
     if (length > 0 && threadIdx.x % kTeam == 0) {
-      args.mean[row] = mean;
+      if (args.mean != nullptr) args.mean[row] = mean;
       args.rstd[row] = rstd;
     }
     with_type<float, Kind::values>(args.y_dtype, [&](auto* type) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
         load_dense(static_cast<decltype(type)>(args.grad) + start, at, grad[i]);
       });
     });
-    const float mean = length > 0 ? args.mean[row] : 0, rstd = length > 0 ? args.rstd[row] : 0;
+    const float mean = length > 0 && args.mean != nullptr ? args.mean[row] : 0, rstd = length > 0 ? args.rstd[row] : 0;
     float sum = 0, dot = 0, of_scale = 0, of_zero_point = 0;
     each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) {
       float weight[kVectorSize];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
         dot += grad[i][k] * v[i][k];
       }
     });
-    sum = join_row<RowSum, kTeam>(sum) / count;
+    sum = args.mean == nullptr ? 0 : join_row<RowSum, kTeam>(sum) / count;
     dot = join_row<RowSum, kTeam>(dot) / count;
     each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) {
 #pragma unroll
@@ -349,7 +349,7 @@ constexpr int64_t kTeamRows = 4 * 32 * kVectorSize;  // the longest rows of a wa
 
 // Of backward, a function of the shape alone: every GPU sums in the same order.
 int64_t function_blocks(const FunctionRows& args) {
-  if (args.function != RowFunction::layer_norm) return blocks_for_vectors(args.length);
+  if (args.function != RowFunction::norm) return blocks_for_vectors(args.length);
   constexpr int64_t kMostBlocks = 528;  // whole waves of one and of two blocks on 132 multiprocessors
   return least(divide_up(args.rows, args.length <= kTeamRows ? kThreads / 32 : 1), kMostBlocks);
 }
@@ -406,12 +406,12 @@ void elements(const FunctionRows& args, double* parts, cudaStream_t stream) {
 
 int64_t function_rows_workspace(const FunctionRows& args) {
   if (!args.is_backward()) return 0;
-  return function_blocks(args) * (args.function == RowFunction::layer_norm ? 2 + args.length : 2);
+  return function_blocks(args) * (args.function == RowFunction::norm ? 2 + args.length : 2);
 }
 
 void function_rows(const FunctionRows& args, double* workspace, cudaStream_t stream) {
   switch (args.function) {
-    case RowFunction::layer_norm: return norm_rows(args, workspace, stream);
+    case RowFunction::norm: return norm_rows(args, workspace, stream);
     case RowFunction::gelu: return elements<RowFunction::gelu>(args, workspace, stream);
     case RowFunction::gelu_tanh: return elements<RowFunction::gelu_tanh>(args, workspace, stream);
     case RowFunction::silu: return elements<RowFunction::silu>(args, workspace, stream);

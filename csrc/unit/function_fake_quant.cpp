@@ -1,16 +1,21 @@
 // A function of one tensor with a quantizer after it. Backward keeps the function's input alone and computes the
 // function again, where its result and its input would be two copies; without a function it keeps one bit an element.
-// On CUDA, GELU, SiLU and a layer norm of float32 are one kernel each way with their quantizers.
+// On CUDA, GELU, SiLU and norms of float32 are one kernel each way with their quantizers.
+#include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
+#include <ATen/ops/pow.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/rsqrt.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/threshold_backward.h>
+
+#include <numeric>
 
 #include "../checks.h"
 #include "../launch.h"
@@ -29,23 +34,68 @@ using torch::jit::Stack;
 Reader& operator>>(Reader& reader, Function& f) { return reader >> f.name >> f.shape >> f.weight >> f.bias >> f.eps; }
 
 void check_function(const char* op, const Function& f) {
-  for (const char* known : {"none", "relu", "gelu", "gelu_tanh", "silu", "layer_norm"}) {
+  for (const char* known : {"none", "relu", "gelu", "gelu_tanh", "silu", "layer_norm", "rms_norm"}) {
     if (f.name == known) return;
   }
-  TORCH_CHECK_VALUE(false, op, ": function must be 'none', 'relu', 'gelu', 'gelu_tanh', 'silu' or 'layer_norm', got '",
+  TORCH_CHECK_VALUE(false, op,
+                    ": function must be 'none', 'relu', 'gelu', 'gelu_tanh', 'silu', 'layer_norm' or 'rms_norm', got '",
                     f.name, "'.");
 }
 
-// The function's value; of a layer norm with the mean and the inverse deviation of each row.
+// The function's value; of a norm with the mean and the inverse deviation of each row. An RMS norm has no mean, and its
+// deviation is the root of the mean square.
 struct Value {
   Tensor result, mean, rstd;
 };
+
+// The last dimensions of x, which a norm takes together.
+std::vector<int64_t> normalized(const Function& f, const Tensor& x) {
+  std::vector<int64_t> dims(f.shape.size());
+  std::iota(dims.begin(), dims.end(), x.dim() - static_cast<int64_t>(dims.size()));
+  return dims;
+}
+
+// torch's rms_norm, op by op as its forward and its gradients are outside CUDA, with the same bits. Narrow types
+// compute in float32.
+Value rms_norm(const Function& f, const Tensor& x) {
+  const c10::SymIntArrayRef shape = f.shape;
+  const auto dims = static_cast<int64_t>(shape.size());
+  TORCH_CHECK_VALUE(dims > 0 && x.dim() >= dims && x.sym_sizes().slice(x.dim() - dims) == shape,
+                    "function_fake_quant: shape must be the last dimensions of x, got ", shape, " and x of shape ",
+                    x.sym_sizes(), ".");
+  const Tensor wide = as_type(x, at::toOpMathType(x.scalar_type()));
+  const Tensor rstd = at::rsqrt(at::pow(wide, 2).mean(normalized(f, x), /*keepdim=*/true).add_(f.eps));
+  const Tensor normal = wide.mul(rstd);
+  return {as_type(f.weight.has_value() ? normal.mul(*f.weight) : normal, x.scalar_type()), {}, rstd};
+}
+
+struct RmsGradients {
+  Tensor x, weight;
+};
+
+RmsGradients rms_norm_backward(const Function& f, const Tensor& grad, const Tensor& x, const Tensor& rstd,
+                               bool of_weight) {
+  const std::vector<int64_t> dims = normalized(f, x);
+  const at::ScalarType type = at::toOpMathType(x.scalar_type());
+  const Tensor wide = as_type(x, type), of_y = as_type(grad, type);
+  const Tensor of_normal = f.weight.has_value() ? of_y.mul(*f.weight) : of_y;
+  const Tensor of_rstd = of_normal.mul(wide).sum(dims, /*keepdim=*/true);
+  const Tensor of_mean = of_rstd.mul(-0.5).mul(rstd.pow(3)).div(at::Scalar(c10::multiply_integers(f.shape)));
+  RmsGradients result = {as_type(of_normal.mul(rstd).add(of_mean.mul(wide.mul(2))), x.scalar_type()), {}};
+  if (!of_weight || !f.weight.has_value()) return result;
+  const Tensor of_each = of_y.mul(wide.mul(rstd));
+  std::vector<int64_t> rows(static_cast<size_t>(dims.front()));
+  std::iota(rows.begin(), rows.end(), 0);
+  result.weight = as_type(rows.empty() ? of_each : of_each.sum(rows), f.weight->scalar_type());
+  return result;
+}
 
 Value value_of(const Function& f, const Tensor& x) {
   if (f.is_layer_norm()) {
     const auto [y, mean, rstd] = at::native_layer_norm_symint(x, f.shape, f.weight, f.bias, f.eps);
     return {y, mean, rstd};
   }
+  if (f.is_norm()) return rms_norm(f, x);
   if (f.name == "relu") return {at::relu(x), {}, {}};
   if (f.name == "silu") return {at::silu(x), {}, {}};
   return {f.is_none() ? x : at::gelu(x, f.approximate()), {}, {}};
@@ -54,7 +104,7 @@ Value value_of(const Function& f, const Tensor& x) {
 // ---- by one kernel each way
 
 optional<RowFunction> row_function(const Function& f) {
-  if (f.is_layer_norm()) return RowFunction::layer_norm;
+  if (f.is_norm()) return RowFunction::norm;
   if (f.name == "silu") return RowFunction::silu;
   if (f.name == "gelu") return RowFunction::gelu;
   return f.name == "gelu_tanh" ? optional(RowFunction::gelu_tanh) : std::nullopt;
@@ -80,12 +130,12 @@ bool has_norm_kernel(const Function& f, const Tensor& x) {
 bool has_kernel(const Function& f, const Tensor& x) {
   const auto function = row_function(f);
   if (!function.has_value() || x.is_meta() || on(x.device()).function_rows == nullptr || x.numel() == 0) return false;
-  if (*function == RowFunction::layer_norm) return has_norm_kernel(f, x);
+  if (*function == RowFunction::norm) return has_norm_kernel(f, x);
   return x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense();
 }
 
 int64_t rows_in(const Function& f, const Tensor& x) {
-  if (!f.is_layer_norm()) return 1;
+  if (!f.is_norm()) return 1;
   return c10::multiply_integers(x.sizes().slice(0, x.dim() - static_cast<int64_t>(f.shape.size())));
 }
 
@@ -99,11 +149,11 @@ FunctionRows rows_of(const Function& f, const Tensor& x, const Output& output, c
   args.x = x.const_data_ptr();
   args.dtype = dtype_of(x);
   args.bounds = representable(output.qmin, output.qmax, x);
-  if (!f.is_layer_norm()) return args;
+  if (!f.is_norm()) return args;
   args.eps = f.eps;
   args.weight = floats(f.weight);
   args.bias = floats(f.bias);
-  args.mean = v.mean.mutable_data_ptr<float>();
+  if (f.is_layer_norm()) args.mean = v.mean.mutable_data_ptr<float>();
   args.rstd = v.rstd.mutable_data_ptr<float>();
   return args;
 }
@@ -112,11 +162,11 @@ QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, co
                           const Tensor& y_scale, at::ScalarType dtype, Value& value) {
   check_code_range(op, output.qmin, output.qmax);
   check_grid(op, x, y_scale, output.zero_point, std::nullopt, 1, 0);
-  if (f.is_layer_norm()) {
+  if (f.is_norm()) {
     std::vector<int64_t> sizes = x.sizes().vec();
     std::fill(sizes.end() - static_cast<int64_t>(f.shape.size()), sizes.end(), 1);
-    value.mean = at::empty(sizes, x.options());
-    value.rstd = at::empty_like(value.mean);
+    value.rstd = at::empty(sizes, x.options());
+    if (f.is_layer_norm()) value.mean = at::empty_like(value.rstd);
   }
   QuantizedTensor q = {at::empty_like(x, dtype), {}, empty_mask(x, !output.learned)};
   FunctionRows args = rows_of(f, x, output, value);
@@ -155,7 +205,7 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   QuantizedTensor q;
   // Packed codes are in the order of rows, and elements are rounded to the type of x.
   const bool packs = output.with_codes && fit_4_bits(output.qmin, output.qmax);
-  const bool fits = function.is_layer_norm() || (type == x.scalar_type() && (!packs || x.is_contiguous()));
+  const bool fits = function.is_norm() || (type == x.scalar_type() && (!packs || x.is_contiguous()));
   if (fits && has_kernel(function, x)) {
     q = by_kernel(kOp, function, x, output, *scales.y_scale, type, value);
   } else {
@@ -180,6 +230,10 @@ void through(const Function& f, const Tensor& grad, const Tensor& x, const Value
     std::tie(gradients[kX], gradients[kWeight], gradients[kBias]) = at::native_layer_norm_backward_symint(
         grad, x, f.shape, saved.mean, saved.rstd, f.weight, f.bias,
         {wanted[kX], wanted[kWeight] && f.weight.has_value(), wanted[kBias] && f.bias.has_value()});
+  } else if (f.is_norm()) {
+    RmsGradients of = rms_norm_backward(f, grad, x, saved.rstd, wanted[kWeight]);
+    gradients[kX] = std::move(of.x);
+    gradients[kWeight] = std::move(of.weight);
   } else if (f.name == "relu") {
     gradients[kX] = at::threshold_backward(grad, x, 0);
   } else if (f.name == "silu") {
@@ -199,13 +253,14 @@ QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at:
   check_same_shape(kOp, "grad", grad, x);
   check_grid(kOp, x, y_scale, output.zero_point, std::nullopt, 1, 0);
   if (!learned) check_mask(kOp, mask, grad, order);
-  for (const Tensor* t : {&saved.mean, &saved.rstd}) {
-    TORCH_CHECK_VALUE(
-        !f.is_layer_norm() || (is_row_of_floats(*t) && t->device() == x.device() && t->numel() == rows_in(f, x)), kOp,
-        ": mean and rstd must be what function_fake_quant returned, one float32 for each row, got shape ",
-        t->sym_sizes(), " and ", t->scalar_type(), ".");
-  }
-  const at::ScalarType type = f.is_layer_norm() ? grad.scalar_type() : x.scalar_type();
+  const auto check_saved = [&](const Tensor& t) {
+    TORCH_CHECK_VALUE(is_row_of_floats(t) && t.device() == x.device() && t.numel() == rows_in(f, x), kOp,
+                      ": mean and rstd must be what function_fake_quant returned, one float32 for each row, got shape ",
+                      t.sym_sizes(), " and ", t.scalar_type(), ".");
+  };
+  if (f.is_layer_norm()) check_saved(saved.mean);
+  if (f.is_norm()) check_saved(saved.rstd);
+  const at::ScalarType type = f.is_norm() ? grad.scalar_type() : x.scalar_type();
   Tensor of_y = as_type(grad, type);
   if (of_y.strides() != x.strides()) of_y = at::empty_like(x, type).copy_(grad);
   const Tensor sums = at::empty({2}, x.options().dtype(at::kDouble));

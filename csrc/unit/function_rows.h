@@ -5,17 +5,17 @@
 
 namespace qtoolkit {
 
-enum class RowFunction : int8_t { layer_norm, gelu, gelu_tanh, silu };
+enum class RowFunction : int8_t { norm, gelu, gelu_tanh, silu };
 
 // All tensors are dense and in one order of memory. Those of a direction that a call does not compute are null.
 struct FunctionRows {
-  RowFunction function = RowFunction::layer_norm;
-  int64_t rows = 1, length = 0;  // of a layer norm, a multiple of 8; other functions have one row
+  RowFunction function = RowFunction::norm;
+  int64_t rows = 1, length = 0;  // of a norm, a multiple of 8; other functions have one row
   double eps = 0;
   const void* x = nullptr;
-  Dtype dtype = Dtype::f32;                            // of x and dx; that of a layer norm is float32
-  const float *weight = nullptr, *bias = nullptr;      // of a layer norm, or null
-  float *mean = nullptr, *rstd = nullptr;              // of each row of a layer norm: forward writes them
+  Dtype dtype = Dtype::f32;                        // of x and dx; that of a norm is float32
+  const float *weight = nullptr, *bias = nullptr;  // of a norm, or null
+  float *mean = nullptr, *rstd = nullptr;  // of each row of a norm: forward writes them; an RMS norm has no mean
   const void *scale = nullptr, *zero_point = nullptr;  // one float each; the second is null if symmetric
   CodeBounds bounds;
 

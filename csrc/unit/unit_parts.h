@@ -61,12 +61,13 @@ struct Following {
 // What is computed before a quantizer alone, with the arguments of torch's function of that name.
 struct Function {
   std::string name;
-  std::vector<c10::SymInt> shape;  // of the layer norm
+  std::vector<c10::SymInt> shape;  // of a norm
   std::optional<at::Tensor> weight, bias;
   double eps;
 
   bool is_none() const { return name == "none"; }
   bool is_layer_norm() const { return name == "layer_norm"; }
+  bool is_norm() const { return is_layer_norm() || name == "rms_norm"; }
   std::string_view approximate() const { return name == "gelu_tanh" ? "tanh" : "none"; }
 };
 

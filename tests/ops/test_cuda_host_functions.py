@@ -44,11 +44,11 @@ def step(
     generator = torch.Generator().manual_seed(0)
     own = x.shape[x.dim() - dims :]
     x = x.detach().requires_grad_()
-    count = 2 if dims and affine else 0
+    count = 0 if not (dims and affine) else 1 if function == "rms_norm" else 2
     parameters = [(1 + torch.randn(own, generator=generator) / 4).requires_grad_() for _ in range(count)]
     grid = [torch.tensor([scale], requires_grad=learned)]
     grid += [torch.tensor([117.0], requires_grad=learned)] if zero_point else []
-    weight, bias = parameters or (None, None)
+    weight, bias = [*parameters, None, None][:2]
     of_grid = (grid[0], None, None, grid[1] if zero_point else None, *bounds, 0.5, False, learned, with_codes)
     found = op(x, function, list(own), weight, bias, 1e-5, True, *of_grid, dtype)
     grad = torch.randn(x.shape, generator=generator).to(found[0].dtype)
@@ -85,8 +85,9 @@ def compare(x: Tensor, *arguments: Any, near: float = 1e-4, **kind: Any) -> None
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layer_norms_with_quantizers(shape: tuple[int, ...], kind: str, dtype: torch.dtype | None) -> None:
-    compare(values(*shape), "layer_norm", SHAPES[shape], dtype, **KINDS[kind])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norms_with_quantizers(norm: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype | None) -> None:
+    compare(values(*shape), norm, SHAPES[shape], dtype, **KINDS[kind])
 
 
 @pytest.mark.sweep(2)
@@ -99,13 +100,14 @@ def test_functions_of_an_element_with_quantizers(function: str, kind: str, dtype
         compare(x.to(dtype), function, near=near, **KINDS[kind])
 
 
-def test_other_rows_are_normalized_by_torch() -> None:
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_other_rows_are_normalized_by_torch(norm: str) -> None:
     """Of no whole vectors, of none, and in other types."""
     for x in (values(4, 6), values(0, 8), values(3, 8).double(), values(4, 12)[:, ::2]):
         with on_host("forwards"):
             found = torch.ops.qtoolkit.function_fake_quant(
                 x,
-                "layer_norm",
+                norm,
                 [x.size(1)],
                 None,
                 None,
@@ -120,17 +122,18 @@ def test_other_rows_are_normalized_by_torch() -> None:
                 True,
                 True,
             )
-        wanted = torch.nn.functional.layer_norm(x, (x.size(1),)).round()
+        function = torch.nn.functional.layer_norm if norm == "layer_norm" else torch.nn.functional.rms_norm
+        wanted = function(x, (x.size(1),), eps=1e-5).round()
         torch.testing.assert_close(found[0], wanted)
 
 
 @pytest.mark.parametrize(
     ("function", "learned", "most"),
-    [("layer_norm", True, 5), ("layer_norm", False, 4), ("gelu", True, 5), ("gelu", False, 3)],
+    [("layer_norm", True, 5), ("layer_norm", False, 4), ("rms_norm", True, 5), ("gelu", True, 5), ("gelu", False, 3)],
 )
 def test_launches(function: str, learned: bool, most: int) -> None:
     """Scale and function; backward: the function, its sums over blocks, and the gradient of the scale."""
     with on_host("forwards"):
         compiled().launches()
-        step(values(9, 768), function, int(function == "layer_norm"), learned=learned)
+        step(values(9, 768), function, int("norm" in function), learned=learned)
         assert compiled().launches() == most

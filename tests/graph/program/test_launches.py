@@ -111,6 +111,7 @@ UNITS = {  # its op, and a model with it
     "GELU": ("function_fake_quant", function(nn.GELU())),
     "SiLU": ("function_fake_quant", function(nn.SiLU())),
     "layer norm": ("function_fake_quant", function(nn.LayerNorm(8))),
+    "RMS norm": ("function_fake_quant", function(nn.RMSNorm(8))),
     "layer norm of a residual stream": ("function_fake_quant", Branch()),
     "PReLU": ("prelu_fake_quant", function(nn.PReLU(1))),
 }

@@ -34,6 +34,17 @@ def _gelu(approximate: str) -> Function:
     return _named("gelu" if approximate == "none" else "gelu_tanh")
 
 
+def _rms_norm(module: nn.RMSNorm) -> Function | None:
+    """Return the function of an RMS norm; None where its eps is that of the input's type, which a weight tells."""
+    weight: Tensor | None = module.weight
+    eps = module.eps
+    if eps is None:
+        if weight is None:
+            return None
+        eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps  # of the type of the computation
+    return "rms_norm", module.normalized_shape, weight, None, eps
+
+
 OF_OP = ("function", "shape", "weight", "bias", "eps")
 """The fields of a `Function`."""
 
@@ -47,6 +58,7 @@ OF_MODULE: Mapping[type[nn.Module], Callable[[Any], Function | None]] = {
     nn.SiLU: lambda m: None if m.inplace else _named("silu"),
     nn.PReLU: lambda m: (PRELU, (), m.weight, None, 0.0),
     nn.LayerNorm: lambda m: ("layer_norm", m.normalized_shape, m.weight, m.bias, m.eps),
+    nn.RMSNorm: _rms_norm,
 }
 OF_FUNCTION: Mapping[Any, Function] = {F.gelu: _gelu("none"), torch.relu: _named("relu"), F.silu: _named("silu")}
 """Functions that are called with their input alone."""
