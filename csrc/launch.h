@@ -55,6 +55,10 @@ struct GradientOfSums {
 
 // What is computed on the device of its tensors. CUDA's use the current stream of the device and do not wait for it.
 struct DeviceKernels {
+  // Whether they are a GPU's. Who calls them asks this and not for the device of a tensor: a test that replaces the
+  // kernels takes the same branches.
+  bool on_gpu;
+
   // Runs a kernel. For the reductions, args.sum_* point to memory of the device.
   void (*launch)(KernelId kernel, KernelArgs& args, const GridTensors& grid, c10::Device device);
 
@@ -85,8 +89,7 @@ struct DeviceKernels {
   // The small tensors of a unit, and their gradients.
   void (*unit_scales)(const UnitScales& u, c10::Device device);
   void (*unit_gradients)(const UnitGradients& u, c10::Device device);
-  void (*take_factor)(const FactorChange& u, c10::Device device);
-  void (*hold_variance)(const HeldVariance& h, c10::Device device);
+  void (*rescale)(const HeldVariance& h, const FactorChange& u, c10::Device device);
 
   // Weights of an attention from scores, and the gradient of the scores; null where torch's ops compute them.
   void (*attention_weights)(AttentionWeights& args, const GridTensors& grid, c10::Device device);

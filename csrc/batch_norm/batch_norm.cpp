@@ -308,11 +308,15 @@ EpilogueGradients epilogue_fake_quant_backward(const Tensor& grad, const Tensor&
   return {dx, dbias, dresidual, dscale, dzero_point};
 }
 
-void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,
-                       const optional<Tensor>& divisor, const optional<Tensor>& offset, double momentum,
-                       c10::SymInt count, const optional<Tensor>& totals) {
+void track_batch(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,
+                 const optional<Tensor>& divisor, const optional<Tensor>& offset, double momentum,
+                 const c10::SymInt& count, const optional<Tensor>& totals, const optional<Tensor>& batches) {
   check_track("batch_norm_track_", running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals);
-  if (running_mean.is_meta() || running_mean.numel() == 0) return;
+  const bool is_empty = running_mean.is_meta() || running_mean.numel() == 0;
+  const bool counts = batches.has_value() && !is_empty && batches->scalar_type() == at::kLong &&
+                      batches->device() == running_mean.device();
+  if (batches.has_value() && !counts) batches->add_(1);
+  if (is_empty) return;
   const bool f64 = mean.scalar_type() == at::kDouble;
   const auto values = [&](const optional<Tensor>& t) { return t.has_value() ? in_arithmetic(*t, f64) : Tensor(); };
   const Tensor given[] = {values(mean), values(variance), values(divisor), values(offset)};
@@ -330,12 +334,19 @@ void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& 
   statistics.momentum = momentum;
   statistics.count = static_cast<double>(count.expect_int());
   if (totals.has_value()) statistics.counted = totals->const_data_ptr<double>() + totals->size(1) - 1;
+  if (counts) statistics.batches = batches->mutable_data_ptr<int64_t>();
   on(running_mean.device()).batch_norm_track(statistics, running_mean.device());
 }
 
 namespace {
 
 using torch::jit::Stack;
+
+void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,
+                       const optional<Tensor>& divisor, const optional<Tensor>& offset, double momentum,
+                       c10::SymInt count, const optional<Tensor>& totals) {
+  track_batch(running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals, std::nullopt);
+}
 
 void batch_norm_fake_quant_boxed(const c10::OperatorHandle& op, Stack* stack) {
   Tensor x;

@@ -70,6 +70,7 @@ struct TrackedStatistics {
   const void* offset = nullptr;   // or null
   double momentum = 0, count = 0;
   const double* counted = nullptr;  // or null: where the count is, in memory of the device
+  int64_t* batches = nullptr;       // or null: the number of batches, which grows by one
 };
 
 }  // namespace qtoolkit

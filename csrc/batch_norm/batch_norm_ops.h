@@ -63,9 +63,10 @@ struct EpilogueGradients {
 EpilogueGradients epilogue_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const Epilogue& epilogue,
                                                const WantedOfEpilogue& wanted);
 
-void batch_norm_track_(at::Tensor& running_mean, at::Tensor& running_var, const at::Tensor& mean,
-                       const at::Tensor& variance, const std::optional<at::Tensor>& divisor,
-                       const std::optional<at::Tensor>& offset, double momentum, c10::SymInt count,
-                       const std::optional<at::Tensor>& totals);
+// The op batch_norm_track_, which adds one to the number of batches too, if that is given.
+void track_batch(at::Tensor& running_mean, at::Tensor& running_var, const at::Tensor& mean, const at::Tensor& variance,
+                 const std::optional<at::Tensor>& divisor, const std::optional<at::Tensor>& offset, double momentum,
+                 const c10::SymInt& count, const std::optional<at::Tensor>& totals,
+                 const std::optional<at::Tensor>& batches);
 
 }  // namespace qtoolkit

@@ -248,7 +248,10 @@ void track(const TrackedStatistics& s) {
 
 }  // namespace
 
-void batch_norm_track(const TrackedStatistics& s) { s.f64 ? track<double>(s) : track<float>(s); }
+void batch_norm_track(const TrackedStatistics& s) {
+  if (s.batches != nullptr) ++*s.batches;
+  s.f64 ? track<double>(s) : track<float>(s);
+}
 
 void batch_norm_forward(BatchNormArgs& args) {
   args.is_f64() ? BatchNorm<double>(args).forward() : BatchNorm<float>(args).forward();

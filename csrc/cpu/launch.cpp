@@ -351,9 +351,30 @@ void learned_gradients(at::ArrayRef<GradientOfSums> gradients) {
   }
 }
 
+// The magnitude of the factor of all channels together.
+template <class A>
+A magnitude_of_all(const FactorChange& u) {
+  std::array<double, kSquares> squares;
+  for (int i = 0; i < kSquares; ++i) squares[i] = squares_of<A>(u, i);
+  for (int half = kSquares / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) squares[i] += squares[i + half];
+  }
+  return shared_magnitude<A>(u, squares[0]);
+}
+
+template <class A>
+void take_factors(const FactorChange& u) {
+  if (u.scales == u.channels) {
+    for (int64_t i = 0; i < u.scales; ++i) take_own_factor<A>(u, i);
+    return;
+  }
+  take_factor(u, 0, magnitude_of_all<A>(u), is_first<A>(u, 0) ? magnitude_of_all<A>(as_set(u)) : A(0));
+}
+
 }  // namespace
 
 const DeviceKernels kDeviceKernels = {
+    /*on_gpu=*/false,
     launch,
     blend_ranges,
     grid_of_ranges,
@@ -373,17 +394,13 @@ const DeviceKernels kDeviceKernels = {
         u.f64 ? unit_gradients_at<double>(u, i) : unit_gradients_at<float>(u, i);
       }
     },
-    [](const FactorChange& u, c10::Device) {
-      for (int64_t i = 0; i < u.scales; ++i) u.f64 ? take_factor_at<double>(u, i) : take_factor_at<float>(u, i);
-    },
-    [](const HeldVariance& h, c10::Device) {
-      const bool moved = *h.taken != *h.clock;
-      for (int64_t i = 0; i < h.channels; ++i) {
-        h.size == 8   ? hold_variance_at<uint64_t>(h, moved, i)
-        : h.size == 4 ? hold_variance_at<uint32_t>(h, moved, i)
-                      : hold_variance_at<uint16_t>(h, moved, i);
+    [](const HeldVariance& h, const FactorChange& u, c10::Device) {
+      if (h.taken != nullptr) {
+        const bool moved = *h.taken != *h.clock;
+        for (int64_t i = 0; i < h.channels; ++i) hold_variance(h, moved, i);
+        *h.taken = *h.clock;
       }
-      *h.taken = *h.clock;
+      u.f64 ? take_factors<double>(u) : take_factors<float>(u);
     },
     /*attention_weights=*/nullptr,
     /*function_rows=*/nullptr};

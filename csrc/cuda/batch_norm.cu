@@ -295,6 +295,7 @@ template <class A>
 __global__ void __launch_bounds__(kThreads) track_kernel(const TrackedStatistics s) {
   const int64_t c = int64_t{kThreads} * blockIdx.x + threadIdx.x;
   if (c >= s.channels) return;
+  if (c == 0 && s.batches != nullptr) ++*s.batches;
   if (s.dtype == Dtype::f64) {
     track<A, double>(s, c);
   } else {

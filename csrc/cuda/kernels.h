@@ -66,8 +66,7 @@ void batch_norm_track(const TrackedStatistics& statistics, cudaStream_t stream);
 
 void unit_scales(const UnitScales& u, cudaStream_t stream);
 void unit_gradients(const UnitGradients& u, cudaStream_t stream);
-void take_factor(const FactorChange& u, cudaStream_t stream);
-void hold_variance(const HeldVariance& h, cudaStream_t stream);
+void rescale(const HeldVariance& h, const FactorChange& u, cudaStream_t stream);
 
 // Weights of an attention, or their gradients too. The workspace is of float64 values.
 int64_t attention_workspace(const AttentionWeights& args);

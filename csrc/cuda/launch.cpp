@@ -150,6 +150,7 @@ void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
 }  // namespace
 
 const DeviceKernels kDeviceKernels = {
+    /*on_gpu=*/true,
     launch,
     [](const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& batch, std::optional<double> momentum,
        const at::Tensor* skipped) {
@@ -186,11 +187,8 @@ const DeviceKernels kDeviceKernels = {
     [](const UnitGradients& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, stream); });
     },
-    [](const FactorChange& u, c10::Device device) {
-      on_stream(device, [&](cudaStream_t stream) { take_factor(u, stream); });
-    },
-    [](const HeldVariance& h, c10::Device device) {
-      on_stream(device, [&](cudaStream_t stream) { hold_variance(h, stream); });
+    [](const HeldVariance& h, const FactorChange& u, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { rescale(h, u, stream); });
     },
     weights_of_attention,
     rows_of_function};

@@ -17,19 +17,39 @@ __global__ void __launch_bounds__(kThreads) unit_gradients_kernel(UnitGradients 
   unit_gradients_at<A>(u, int64_t{kThreads} * blockIdx.x + threadIdx.x);
 }
 
+// The magnitude of the factor of all channels together.
 template <class A>
-__global__ void __launch_bounds__(kThreads) take_factor_kernel(FactorChange u) {
-  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-  if (i < u.scales) take_factor_at<A>(u, i);
+QT_DEVICE A magnitude_of_all(const FactorChange& u) {
+  static_assert(kSquares == kThreads);
+  __shared__ double squares[kSquares];
+  squares[threadIdx.x] = squares_of<A>(u, threadIdx.x);
+  for (int half = kSquares / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) squares[threadIdx.x] += squares[threadIdx.x + half];
+  }
+  __syncthreads();
+  const A magnitude = shared_magnitude<A>(u, squares[0]);
+  __syncthreads();  // before the next call writes
+  return magnitude;
 }
 
-// In one block, whose threads have all read `taken` before one of them writes it.
-template <class T>
-__global__ void __launch_bounds__(kThreads) hold_variance_kernel(HeldVariance h) {
-  const bool moved = *h.taken != *h.clock;
-  for (int64_t i = threadIdx.x; i < h.channels; i += kThreads) hold_variance_at<T>(h, moved, i);
-  __syncthreads();
-  if (threadIdx.x == 0) *h.taken = *h.clock;
+// In one block, whose threads have all read what one of them writes at the end. The factor is that of the variance of
+// the step, which the block has just held.
+template <class A>
+__global__ void __launch_bounds__(kThreads) rescale_kernel(HeldVariance h, FactorChange u) {
+  if (h.taken != nullptr) {
+    const bool moved = *h.taken != *h.clock;
+    for (int64_t i = threadIdx.x; i < h.channels; i += kThreads) hold_variance(h, moved, i);
+    __syncthreads();
+    if (threadIdx.x == 0) *h.taken = *h.clock;
+  }
+  if (u.scales == u.channels) {
+    for (int64_t i = threadIdx.x; i < u.scales; i += kThreads) take_own_factor<A>(u, i);
+    return;
+  }
+  const bool first = is_first<A>(u, 0);
+  const A now = magnitude_of_all<A>(u), before = first ? magnitude_of_all<A>(as_set(u)) : A(0);
+  if (threadIdx.x == 0) take_factor(u, 0, now, before);
 }
 
 }  // namespace
@@ -42,15 +62,9 @@ void unit_gradients(const UnitGradients& u, cudaStream_t stream) {
   launch_each(u.f64 ? unit_gradients_kernel<double> : unit_gradients_kernel<float>, largest_count(u), stream, u);
 }
 
-void take_factor(const FactorChange& u, cudaStream_t stream) {
-  launch_each(u.f64 ? take_factor_kernel<double> : take_factor_kernel<float>, u.scales, stream, u);
-}
-
-void hold_variance(const HeldVariance& h, cudaStream_t stream) {
-  const auto kernel = h.size == 8   ? hold_variance_kernel<uint64_t>
-                      : h.size == 4 ? hold_variance_kernel<uint32_t>
-                                    : hold_variance_kernel<uint16_t>;
-  kernel<<<1, kThreads, 0, stream>>>(h);
+void rescale(const HeldVariance& h, const FactorChange& u, cudaStream_t stream) {
+  const auto kernel = u.f64 ? rescale_kernel<double> : rescale_kernel<float>;
+  kernel<<<1, kThreads, 0, stream>>>(h, u);
 }
 
 }  // namespace cuda

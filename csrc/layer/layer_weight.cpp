@@ -165,7 +165,7 @@ class Rows {
     WeightGradients result;
     // Large buffers are new pages each time, and a new page costs more than the kernel's work on it. CUDA's kernels
     // read grad through a cache that does not see writes.
-    const bool takes_over = memory == OfGrad::taken && in.is_cpu() && in.strides() == w_.weight.strides();
+    const bool takes_over = memory == OfGrad::taken && !kernels.on_gpu && in.strides() == w_.weight.strides();
     result[0] = takes_over ? in : empty_as(w_.weight);
     args_.other_format = turned;
     args_.grad = in.const_data_ptr();
@@ -200,9 +200,9 @@ class Rows {
     return !w_.factor.has_value() || w_.factor->scalar_type() == type;
   }
 
-  // Whether the kernels read and write values of a type beside the weight's: CUDA's do, as autocast has them.
+  // Whether the kernels read and write values of a type beside the weight's: a GPU's do, as autocast has them.
   bool takes(at::ScalarType type) const {
-    return w_.weight.is_cuda() && !args_.f64 && (type == at::kBFloat16 || type == at::kHalf);
+    return on(w_.weight.device()).on_gpu && !args_.f64 && (type == at::kBFloat16 || type == at::kHalf);
   }
 
   const LayerWeight& w_;

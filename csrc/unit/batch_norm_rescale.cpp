@@ -68,24 +68,6 @@ static void check_held(const Tensor& variance, const optional<Tensor>& held, con
   }
 }
 
-static Tensor variance_of_step(const Tensor& variance, const optional<Tensor>& held, const optional<Tensor>& taken,
-                               const optional<Tensor>& clock) {
-  if (!held.has_value()) return variance.clone(at::MemoryFormat::Contiguous);
-  const Tensor copy = at::empty_like(variance, at::MemoryFormat::Contiguous);
-  if (variance.is_meta()) return copy;
-  const Tensor present = variance.contiguous();
-  HeldVariance h;
-  h.channels = variance.numel();
-  h.size = variance.element_size();
-  h.variance = present.const_data_ptr();
-  h.held = held->mutable_data_ptr();
-  h.copy = copy.mutable_data_ptr();
-  h.taken = taken->mutable_data_ptr<int64_t>();
-  h.clock = clock->const_data_ptr<int64_t>();
-  on(variance.device()).hold_variance(h, variance.device());
-  return copy;
-}
-
 static Tensor batch_norm_rescale_(const optional<Tensor>& start, const optional<Tensor>& rate,
                                   const optional<Tensor>& known, const Tensor& variance, const optional<Tensor>& gamma,
                                   double eps, const optional<Tensor>& held, const optional<Tensor>& taken,
@@ -96,23 +78,44 @@ static Tensor batch_norm_rescale_(const optional<Tensor>& start, const optional<
                    variance.scalar_type(), ".");
   check_held(variance, held, taken, clock);
   if (start.has_value()) check_rescale(*start, rate, *known, variance, gamma, eps);
-  const Tensor copy = variance_of_step(variance, held, taken, clock);
-  if (!start.has_value() || variance.is_meta() || variance.numel() == 0) return copy;
-  const Tensor of_start = as_type(copy, start->scalar_type());
-  const Tensor factor = gamma.has_value() ? as_type(*gamma, start->scalar_type()).contiguous() : Tensor();
+  Tensor copy = held.has_value() ? at::empty_like(variance, at::MemoryFormat::Contiguous)
+                                 : variance.clone(at::MemoryFormat::Contiguous);
+  if (variance.is_meta()) return copy;
+  const auto rescale = on(variance.device()).rescale;
+  const Tensor present = variance.contiguous();
+  HeldVariance h;
+  if (held.has_value()) {
+    h.channels = variance.numel();
+    h.size = variance.element_size();
+    h.variance = present.const_data_ptr();
+    h.held = held->mutable_data_ptr();
+    h.copy = copy.mutable_data_ptr();
+    h.taken = taken->mutable_data_ptr<int64_t>();
+    h.clock = clock->const_data_ptr<int64_t>();
+  }
+  if (!start.has_value() || variance.numel() == 0) {
+    if (held.has_value()) rescale(h, {}, variance.device());
+    return copy;
+  }
+  const at::ScalarType type = start->scalar_type();
+  if (held.has_value() && type != variance.scalar_type()) {  // the factor is computed from a cast of the copy
+    rescale(h, {}, variance.device());
+    h = {};
+  }
+  const Tensor of_start = as_type(copy, type), present_of_start = as_type(present, type);
+  const Tensor factor = gamma.has_value() ? as_type(*gamma, type).contiguous() : Tensor();
   FactorChange u;
-  u.f64 = start->scalar_type() == at::kDouble;
+  u.f64 = type == at::kDouble;
   u.scales = start->numel();
   u.channels = variance.numel();
   u.eps = eps;
-  const Tensor present = as_type(variance, start->scalar_type()).contiguous();
   u.variance = of_start.const_data_ptr();
-  u.present = present.const_data_ptr();
+  u.present = present_of_start.const_data_ptr();
   u.gamma = factor.defined() ? factor.const_data_ptr() : nullptr;
   u.start = start->mutable_data_ptr();
   u.rate = rate.has_value() ? rate->mutable_data_ptr() : nullptr;
   u.known = known->mutable_data_ptr();
-  on(start->device()).take_factor(u, start->device());
+  rescale(h, u, variance.device());
   return copy;
 }
 

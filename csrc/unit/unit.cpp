@@ -75,12 +75,9 @@ void unit(const c10::OperatorHandle& /*op*/, Stack* stack) {
   const auto [y, codes, mean, variance] =
       batch_norm_fake_quant(undivided, batch_norm_of(u, u.factor), /*packs_codes=*/true);
   if (u.tracks && u.running_mean.has_value()) {
-    if (u.batches.has_value()) {
-      u.batches->add_(1);
-      note_change(*u.batches);
-    }
-    batch_norm_track_(*u.running_mean, *u.running_var, mean, variance, u.factor, u.bias.bias, u.momentum,
-                      undivided.sym_numel() / undivided.sym_size(1), u.totals);
+    track_batch(*u.running_mean, *u.running_var, mean, variance, u.factor, u.bias.bias, u.momentum,
+                undivided.sym_numel() / undivided.sym_size(1), u.totals, u.batches);
+    if (u.batches.has_value()) note_change(*u.batches);
     note_change(*u.running_mean);
     note_change(*u.running_var);
   }

@@ -68,7 +68,7 @@ struct UnitGradients {
 struct FactorChange {
   static constexpr bool frozen = false;
   bool f64 = false;
-  int64_t scales = 0, channels = 0;
+  int64_t scales = 0, channels = 0;  // 0 where no scale takes a factor
   double eps = 0;
   const void *variance = nullptr, *gamma = nullptr;
   const void* present = nullptr;  // the variance for which scales are that have taken no magnitude
@@ -76,7 +76,7 @@ struct FactorChange {
 };
 
 // The running variance of a step: `held` takes the present one if the clock of steps has moved since it was `taken`,
-// and `copy` is what it then is. Elements have `size` bytes, and are only copied.
+// and `copy` is what it then is. Elements have `size` bytes, and are only copied. Without channels there is none.
 struct HeldVariance {
   int64_t channels = 0, size = 0;
   const void* variance = nullptr;
@@ -209,37 +209,51 @@ QT_FN A factor_magnitude(const FactorChange& u, int64_t channel) {
   return magnitude < A(kLeast) ? A(kLeast) : magnitude > A(kLargest) ? A(kLargest) : magnitude;
 }
 
-// In one order on both devices.
+// The same as the scales were set.
+QT_FN FactorChange as_set(FactorChange u) {
+  u.variance = u.present;
+  return u;
+}
+
+// The sum of squares of the magnitudes of every `kSquares`th channel. Both devices add up so many sums in one order.
+constexpr int kSquares = 256;
+
 template <class A>
-QT_FN A shared_magnitude(const FactorChange& u) {
+QT_FN double squares_of(const FactorChange& u, int64_t first) {
   double squares = 0;
-  for (int64_t channel = 0; channel < u.channels; ++channel) {
+  for (int64_t channel = first; channel < u.channels; channel += kSquares) {
     const double magnitude = factor_magnitude<A>(u, channel);
     squares += magnitude * magnitude;
   }
+  return squares;
+}
+
+template <class A>
+QT_FN A shared_magnitude(const FactorChange& u, double squares) {
   return A(std::sqrt(squares / double(u.channels)));
 }
 
+// Whether a scale has taken no magnitude, so that the magnitude as it was set is needed.
 template <class A>
-QT_FN A magnitude_of_scale(const FactorChange& u, int64_t i) {
-  return u.scales == u.channels ? factor_magnitude<A>(u, i) : shared_magnitude<A>(u);
+QT_FN bool is_first(const FactorChange& u, int64_t i) {
+  return !(of<A>(u.known)[i] > 0);
 }
 
+// `now` is the magnitude of the factor, `first` what it was when the scale was set, if `is_first`.
 template <class A>
-QT_FN void take_factor_at(const FactorChange& u, int64_t i) {
-  const A now = magnitude_of_scale<A>(u, i);
+QT_FN void take_factor(const FactorChange& u, int64_t i, A now, A first) {
   if (now != now) return;
   A& known = static_cast<A*>(u.known)[i];
-  A before = known;
-  if (!(before > 0)) {
-    FactorChange as_set = u;
-    as_set.variance = u.present;
-    before = magnitude_of_scale<A>(as_set, i);
-  }
+  const A before = known > 0 ? known : first;
   const A ratio = before > 0 ? now / before : A(1);
   known = now;
   static_cast<A*>(u.start)[i] *= ratio;
   if (u.rate != nullptr) static_cast<A*>(u.rate)[i] *= ratio * ratio;
+}
+
+template <class A>
+QT_FN void take_own_factor(const FactorChange& u, int64_t i) {
+  take_factor(u, i, factor_magnitude<A>(u, i), is_first<A>(u, i) ? factor_magnitude<A>(as_set(u), i) : A(0));
 }
 
 template <class T>
@@ -247,6 +261,12 @@ QT_FN void hold_variance_at(const HeldVariance& h, bool moved, int64_t i) {
   T& held = static_cast<T*>(h.held)[i];
   if (moved) held = static_cast<const T*>(h.variance)[i];
   static_cast<T*>(h.copy)[i] = held;
+}
+
+QT_FN void hold_variance(const HeldVariance& h, bool moved, int64_t i) {
+  h.size == 8   ? hold_variance_at<uint64_t>(h, moved, i)
+  : h.size == 4 ? hold_variance_at<uint32_t>(h, moved, i)
+                : hold_variance_at<uint16_t>(h, moved, i);
 }
 
 template <class A>

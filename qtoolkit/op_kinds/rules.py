@@ -65,7 +65,8 @@ def is_constant(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-READ_NUMBERS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "item")
+READ_SIZES = ("size", "dim", "ndimension", "numel", "nelement")
+READ_NUMBERS = (*READ_SIZES, "element_size", "stride", "item")
 SIZES = ("shape", "ndim")
 ON_NUMBERS = ("_operator", "builtins", "math", length_of.__module__)
 
@@ -91,10 +92,15 @@ def is_number(node: fx.Node) -> bool:
     return known[node]
 
 
-def _reads_numbers(node: fx.Node) -> bool:
+def reads_sizes(node: fx.Node) -> bool:
+    """Return whether a node reads sizes of a tensor, which the quantizer of the tensor keeps."""
     if node.op == "call_method":
-        return node.target in READ_NUMBERS
+        return node.target in READ_SIZES
     return node.target is length_of or (node.target is getattr and node.args[1] in SIZES)
+
+
+def _reads_numbers(node: fx.Node) -> bool:
+    return reads_sizes(node) or (node.op == "call_method" and node.target in READ_NUMBERS)
 
 
 def _computes_plainly(node: fx.Node) -> bool:

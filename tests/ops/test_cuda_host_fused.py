@@ -331,7 +331,8 @@ def test_tracking(kernels, dtype, f64):
     ops.batch_norm_track_(*running, *batch, 0.1, 9, divisor=divisor, offset=offset)
     names = ("running_mean", "running_variance", "mean", "variance", "divisor", "offset")
     fields = dict(zip(names, (*got, *batch, divisor, offset), strict=True))
-    more = {"channels": 300, "dtype": dtype_number(got[0]), "f64": f64, "momentum": 0.1, "count": 9.0}
+    batches = torch.tensor(3)
+    more = {"channels": 300, "dtype": dtype_number(got[0]), "f64": f64, "momentum": 0.1, "count": 9.0, "batches": batches}
     kernels.batch_norm_track_on_host(ctypes.byref(filled(TrackedStatistics, **fields, **more)))
     for g, w in zip(got, running, strict=True):
         assert_same(g, w)
@@ -340,6 +341,7 @@ def test_tracking(kernels, dtype, f64):
     kernels.batch_norm_track_on_host(ctypes.byref(filled(TrackedStatistics, **fields, **more, counted=totals[0, -1:])))
     for g, w in zip(got, running, strict=True):
         assert_same(g, w)
+    assert batches == 5
 
 
 WEIGHTS = {
@@ -488,7 +490,8 @@ def test_scales_of_a_unit(kernels, f64, follows, has_norm, float16):
 @pytest.mark.parametrize("f64", [False, True])
 @pytest.mark.parametrize("rated", [False, True])
 @pytest.mark.parametrize("scales", [1, 300])
-def test_scales_that_take_a_factor(kernels, f64, rated, scales):
+@pytest.mark.parametrize("order", ORDERS)
+def test_scales_that_take_a_factor(kernels, order, f64, rated, scales):
     given = channel_values(f64, "variance", "gamma", "start", "rate", "known")
     given["known"][::7] = 0.0
     if scales == 1:
@@ -497,11 +500,8 @@ def test_scales_that_take_a_factor(kernels, f64, rated, scales):
     if not rated:
         given["rate"] = None
     wanted = {name: None if value is None else value.clone() for name, value in given.items()}
-    kernels.take_factor_on_host(
-        ctypes.byref(
-            filled(FactorChange, f64=f64, scales=scales, channels=300, eps=1e-5, present=given["variance"], **given)
-        )
-    )
+    change = filled(FactorChange, f64=f64, scales=scales, channels=300, eps=1e-5, present=given["variance"], **given)
+    kernels.rescale_on_host(ctypes.byref(filled(HeldVariance)), ctypes.byref(change), ORDERS[order])
     ops.batch_norm_rescale_(
         wanted["start"], wanted["rate"], wanted["known"], wanted["variance"], wanted["gamma"], eps=1e-5
     )
@@ -521,7 +521,7 @@ def test_a_variance_that_is_held_for_a_step(kernels, channels, order, dtype):
         copy, of_clock, of_taken = torch.zeros_like(held), torch.tensor(clock), torch.tensor(taken)
         given = {"variance": variance, "held": held, "copy": copy, "taken": of_taken, "clock": of_clock}
         arguments = filled(HeldVariance, channels=channels, size=held.element_size(), **given)
-        kernels.hold_variance_on_host(ctypes.byref(arguments), ORDERS[order])
+        kernels.rescale_on_host(ctypes.byref(arguments), ctypes.byref(filled(FactorChange)), ORDERS[order])
         wanted = before if clock == taken else variance
         assert_same(held, wanted)
         assert_same(copy, wanted)

@@ -18,7 +18,7 @@ from qtoolkit.layer_rules import LayerRules
 from qtoolkit.model_state import device_of
 from qtoolkit.op_kinds.facts import facts_of, set_facts
 from qtoolkit.op_kinds.reached import reached
-from qtoolkit.op_kinds.rules import argument, is_number
+from qtoolkit.op_kinds.rules import argument, is_number, reads_sizes
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.quantizers.weights import weight_quantizer
 
@@ -77,7 +77,9 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
     for place, on_the_way in by_place.items():
         if any(map(chooses_by_mode, on_the_way)):  # training mode goes on from the same values
             on_the_way.update(user for user in place.users if facts_of(user).in_training)
-        users = [user for user in place.users if user in on_the_way or (facts_of(user).in_training and is_number(user))]
+        # An op whose sizes alone are read besides is one op with its quantizer.
+        sizes = [user for user in place.users if reads_sizes(user) or (facts_of(user).in_training and is_number(user))]
+        users = [user for user in place.users if user in on_the_way or user in sizes]
         with gm.graph.inserting_after(place):
             node = gm.graph.call_module(target, (place,))
         set_facts(node, training_alone=all(facts_of(user).training_alone for user in users))

@@ -127,6 +127,24 @@ def max_pool2d(
     return y, None if run.compiled or input_codes is None else input_codes.without_codes(run, y)
 
 
+class Rearrangement:
+    """A function of a tensor, and of sizes, that returns its values in another shape or order."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def codes_of(self, run: Run, x: Tensor, codes: TensorCodes | None, y: Tensor, *sizes: Any) -> TensorCodes | None:
+        """Return the integers of y, the function's result of x, from the integers of x."""
+        if run.compiled:
+            return None
+        if codes is None or y is x or not codes.hold_for(x):
+            return codes  # of y too, or of neither
+        found = codes.without_codes(run, y)
+        if codes.codes is not None and not codes.packed:
+            found.codes = self.function(codes.codes, *sizes)
+        return found
+
+
 def _keeps_places(run: Run, input: Tensor, kernel_size: Any) -> bool:
     if not (is_ordinary(run, input) and torch.is_grad_enabled() and input.requires_grad):
         return False

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from qtoolkit.graph.capture.rewrites.in_place import changed_by
 from qtoolkit.graph.module_calls import number_of
-from qtoolkit.graph.nodes import is_quantizer, kind_of, operands_of
+from qtoolkit.graph.nodes import is_quantizer, kind_of, operands_of, readers_of
 from qtoolkit.graph.program import products
 from qtoolkit.graph.program.chains import (
     Chain,
@@ -20,7 +20,7 @@ from qtoolkit.graph.program.chains import (
     is_weighted_call,
 )
 from qtoolkit.graph.program.division import Division
-from qtoolkit.graph.program.epilogue import epilogue_of, max_pool, max_pool2d
+from qtoolkit.graph.program.epilogue import Rearrangement, epilogue_of, max_pool, max_pool2d
 from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit
 from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module
 from qtoolkit.graph.program.writer import Writer, function_of
@@ -32,6 +32,7 @@ from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.running import running
 
 Products = Mapping[str, Product]
+COPIES = ("contiguous", "clone")
 
 
 class UnitWriter(Writer):
@@ -121,6 +122,7 @@ class UnitWriter(Writer):
             self._write_other(node)
         elif node not in self.inner:
             super()._write_node(node)
+            self._rearrange_codes(node)
 
     def _write_chain(self, chain: Chain) -> None:
         """Write one call that replaces the nodes of a chain, where its last node was."""
@@ -199,7 +201,7 @@ class UnitWriter(Writer):
 
     def _codes_of(self, source: Any) -> fx.Node | None:
         """Return the node of an argument's integers; if an op may return its tensor, the node of this one's integers."""
-        while isinstance(source, fx.Node) and self._may_return_input(source):
+        while isinstance(source, fx.Node) and source not in self.codes and self._may_return_input(source):
             source = source.args[0]
         return self.codes.get(source)
 
@@ -208,8 +210,25 @@ class UnitWriter(Writer):
         for user in node.users:
             if user in self.takers:
                 yield user
-            elif self._may_return_input(user):
+            elif self._may_return_input(user) or self._rearranges(user):
                 yield from self._takers_of(user)
+
+    def _rearranges(self, node: fx.Node) -> bool:
+        """Return whether a function or a method returns the values of its first argument in another shape, order or memory."""
+        plain = node.op in ("call_function", "call_method") and node.target is not getattr and bool(node.args)
+        rearranges = kind_of(node).rearranges or (node.op == "call_method" and node.target in COPIES)
+        return plain and rearranges and changed_by(node, self.division.gm) is None
+
+    def _rearrange_codes(self, node: fx.Node) -> None:
+        """Write a call that rearranges the integers of a tensor as an op did the tensor."""
+        source = node.args[0] if self._rearranges(node) else None
+        codes = self._codes_of(source)
+        if codes is not None and any(self._takers_of(node)):
+            operands = [source, *(each for each in node.all_input_nodes if each is not source)]
+            of_tensor, *others = map(self._value, operands)
+            given = (of_tensor, codes, self.written[node], *others)
+            rearrangement = Rearrangement(function_of(node, operands))
+            self.codes[node] = self._called(rearrangement.codes_of, given, {}, f"{node.name}_codes")
 
     def _may_return_input(self, node: fx.Node) -> bool:
         """Return whether an op may return the tensor that it is given, unchanged; ops that take its integers check this."""
@@ -218,9 +237,10 @@ class UnitWriter(Writer):
 
     def _goes_to_a_layer(self, node: fx.Node) -> bool:
         """Return whether one layer or attention takes a result, and nothing else."""
-        user = next(iter(node.users), None)
-        if user is None or len(node.users) > 1 or node in self.results or user not in self.takers:
+        readers = readers_of(node)
+        if len(readers) != 1 or node in self.results or readers[0] not in self.takers:
             return False
+        user = readers[0]
         return is_weighted_call(user) or (is_attention_call(user) and all(each is node for each in operands_of(user)))
 
     def _wants_codes(self, node: fx.Node) -> bool:

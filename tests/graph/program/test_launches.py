@@ -1,4 +1,4 @@
-"""What a unit launches on CUDA, counted without a GPU: kernels on the host (tests/ops/cuda_host), and ops of torch."""
+"""What a unit launches on CUDA, counted without a GPU (tests/ops/cuda_host/work.py)."""
 
 from collections import Counter
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler_util import FunctionEvent
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit._native import library
@@ -15,61 +13,14 @@ from tests.cases import floats
 from tests.graph.program.test_unit import SPECS
 from tests.nets import settled
 from tests.ops import units
-from tests.ops.cuda_host import compiled, on_host
+from tests.ops.cuda_host import on_host
+from tests.ops.cuda_host.work import Work
 from tests.ops.test_every import sample
 
 MOST = 25
 # Where a weight is quantized op by op: a transposed one, whose channels are no rows in memory, or one with a zero point;
 # and behind it a frozen batch norm.
 MOST_OP_BY_OP, MOST_FROZEN = 28, 31
-# The kernels of torch's ops on CUDA. Those of a convolution and of a product of matrices are the least that they take.
-KERNELS = {
-    **dict.fromkeys(("convolution", "mm", "addmm", "bmm", "baddbmm", "_softmax", "_softmax_backward_data"), 1),
-    **dict.fromkeys(("native_layer_norm", "gelu", "silu", "relu", "clamp", "clamp_min", "abs", "sign"), 1),
-    **dict.fromkeys(("gelu_backward", "silu_backward", "threshold_backward"), 1),
-    **dict.fromkeys(("copy_", "fill_", "zero_", "add_", "mul_", "neg", "mul", "add", "sub", "div", "sum", "where"), 1),
-    "native_layer_norm_backward": 2,
-    "convolution_backward": 2,
-}
-ALLOCATIONS = ("empty", "empty_strided", "empty_like")
-
-
-def launches_of(event: FunctionEvent) -> int:
-    """Of an op of torch, or else of the ops that it is made of."""
-    name = event.name.removeprefix("aten::")
-    if name in KERNELS:
-        return KERNELS[name]
-    if name in ALLOCATIONS:  # filled on the host alone
-        return 0
-    assert event.cpu_children or event.name.startswith("qtoolkit::") or is_view(name), f"launches of {event.name}?"
-    return sum(map(launches_of, event.cpu_children))
-
-
-def is_view(name: str) -> bool:
-    """Whether an op returns the memory of its argument where it calls no other op, as aten::to does."""
-    op = getattr(torch.ops.aten, name)
-    returns = [r for overload in op.overloads() for r in getattr(op, overload)._schema.returns]
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-class Launches(TorchDispatchMode):
-    """Counts the launches of each call of an op of qtoolkit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace != "qtoolkit":
-            return op(*args, **(kwargs or {}))
-        compiled().launches()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            result = op(*args, **(kwargs or {}))
-        torchs = sum(launches_of(event) for event in profile.events() if event.cpu_parent is None)
-        self.found.append((op.name().removeprefix("qtoolkit::"), compiled().launches() + torchs))
-        return result
-
-
 class Residual(nn.Module):
     """A layer whose batch norm a residual is added to."""
 
@@ -133,11 +84,11 @@ def launches_of_step(layers: nn.Module, specs: str, frozen: bool, autocast: bool
             with cast:
                 y = model(x)
             y.sum().backward()
-        with Launches() as counted:
+        with Work() as counted:
             with cast:
                 y = model(x)
             y.backward(torch.ones_like(y))
-    return Counter(dict(counted.found))
+    return Counter({done.op: done.launches for done in counted.done})
 
 
 @pytest.mark.slow  # compiles the kernels for the host
@@ -191,10 +142,10 @@ def test_launches_of_other_ops_with_a_backward(op: str, keys: int | None, most: 
     """
     with on_host("forwards"):
         given = {name: sample(name, floats(torch.float32)(4, 6, 16)) for name in (op, f"{op}_backward")}
-        with Launches() as counted:
+        with Work() as counted:
             for name, arguments in given.items():
                 op = units.OPS.get(name) or getattr(library, name)
                 op(**(arguments if keys is None else of_attention(arguments, keys)))
-    found = dict(counted.found)
+    found = {done.op: done.launches for done in counted.done if done.op in given}
     assert found.keys() == given.keys()
     assert sum(found.values()) <= most, found

@@ -19,7 +19,7 @@ from qtoolkit.graph.program.units import FunctionUnit, LayerUnit
 from qtoolkit.graph.program.units.base import CachedFusedOp
 from tests.blocks import units_made
 from tests.copies import made_once
-from tests.graph.program.test_unit import LSQ, SPECS, held_apart, ops_of_step, same
+from tests.graph.program.test_unit import LSQ, SPECS, Ops, held_apart, ops_of_step, same
 from tests.nets import settled
 from tests.ops import units
 
@@ -209,6 +209,76 @@ def test_a_unit_is_one_op_in_each_direction() -> None:
     assert many[0] - few[0] == {"qtoolkit::layer_fake_quant": 2, "qtoolkit::function_fake_quant": 2}
     ours = {name: count for name, count in (many[1] - few[1]).items() if name.startswith("qtoolkit")}
     assert ours == {"qtoolkit::layer_fake_quant_backward": 2, "qtoolkit::function_fake_quant_backward": 2}
+
+
+class Rearranged(nn.Module):
+    """A layer whose input is a quantized tensor in another shape or order."""
+
+    def __init__(self, rearranged: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.rearranged = nn.Linear(8, 8), nn.Linear(8, 4), rearranged
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rearranged(torch.relu(self.first(x))))
+
+
+REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads": lambda y: y.reshape(y.shape[0], 6, 2, 4).transpose(1, 2).reshape(y.shape[0], 6, 8),
+    "permute": lambda y: y.permute(1, 0, 2).contiguous(),
+    "view": lambda y: y.view(y.size(0) * 6, 8),
+    "flip, roll": lambda y: torch.roll(torch.flip(y, (1,)), 2, -1),
+    "flatten": lambda y: torch.flatten(y, 0, 1).unsqueeze(1).squeeze(1),
+    "as another": lambda y: y.reshape(6, -1, 8).reshape_as(y),
+    "repeat": lambda y: y.repeat(1, 2, 1).expand(-1, -1, -1),
+}
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("forward", ["float", "integer"])
+@pytest.mark.parametrize("name", ["lsq", "affine", "lsq, 4 bits"])
+@pytest.mark.parametrize("how", REARRANGED)
+def test_integers_are_rearranged_with_their_tensor(
+    how: str, name: str, forward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and gradients are those of integers that are computed anew, which only packed ones are."""
+    torch.manual_seed(0)
+    (weight, activation), x = SPECS[name], torch.randn(2, 6, 8)
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    options: Any = {"backend": "onnxruntime", "qconfig_mapping": mapping, "training_arithmetic": forward}
+    model = qt.prepare(Rearranged(REARRANGED[how]).train(), (x,), **options)
+    qt.calibrate(model, [x], progress=False)
+    model = settled(model).train()
+    other = copy.deepcopy(model)
+    results = []
+    for net, changed in ((model, False), (other, True)):
+        with monkeypatch.context() as patch:
+            if changed:
+                patch.setattr("qtoolkit.graph.program.epilogue.TensorCodes.hold_for", lambda self, y: False)
+            net(x.requires_grad_()).square().sum().backward()  # makes the plans
+            net.zero_grad()
+            with Ops() as ops:
+                y = net(x)
+            y.square().sum().backward()
+        anew = sum(ops.found[f"qtoolkit::{op}"] for op in ("quantize", "quantize_int4"))
+        assert bool(anew) == (changed or "4 bits" in name)
+        results.append({"y": y, **{n: p.grad for n, p in net.named_parameters() if p.grad is not None}})
+    same(*results)
+
+
+def test_a_function_whose_sizes_are_read_is_one_op_with_its_quantizer() -> None:
+    class Sizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            count, length, width = y.shape
+            return self.last(y.reshape(count * length, width))
+
+    forward, _ = ops_of_step(nn.Sequential(nn.Linear(8, 8), Sizes()), torch.randn(2, 6, 8, requires_grad=True))
+    assert forward["qtoolkit::function_fake_quant"] == 2  # of the input, and of the norm
+    assert forward["aten::native_layer_norm"] == forward["qtoolkit::quantize"] == 0
 
 
 @pytest.mark.parametrize("of", [nn.GELU(), nn.LayerNorm(64), nn.RMSNorm(64), nn.SiLU()])

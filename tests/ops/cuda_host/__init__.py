@@ -65,7 +65,8 @@ class TrackedStatistics(ctypes.Structure):
         *(("channels", ctypes.c_int64), ("dtype", ctypes.c_int8), ("f64", ctypes.c_bool)),
         *((name, ctypes.c_void_p) for name in ("running_mean", "running_variance", "mean", "variance")),
         *(("divisor", ctypes.c_void_p), ("offset", ctypes.c_void_p)),
-        *(("momentum", ctypes.c_double), ("count", ctypes.c_double), ("counted", ctypes.c_void_p)),
+        *(("momentum", ctypes.c_double), ("count", ctypes.c_double)),
+        *(("counted", ctypes.c_void_p), ("batches", ctypes.c_void_p)),
     )
 
 

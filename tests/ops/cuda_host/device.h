@@ -216,11 +216,13 @@ inline void launch(unsigned blocks, unsigned threads_of_block, size_t bytes, cud
   std::iota(all.begin(), all.end(), 0u);
   if (only_ends) all.back() = blocks - 1;
   put_in_order(all);
+  if (around != nullptr) around(true);
   for (const unsigned block : all) {
     blockIdx = {block};
     shared.assign(bytes, char{85});  // not zero: a kernel must write what it reads
     run_block(threads_of_block);
   }
+  if (around != nullptr) around(false);
 }
 
 // ---- instructions of PTX that the kernels write themselves

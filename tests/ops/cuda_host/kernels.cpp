@@ -52,11 +52,10 @@ extern "C" void long_max_pool_backward_on_host(const PoolArgs* args) { cuda::poo
 extern "C" int64_t size_of_unit_scales() { return sizeof(UnitScales); }
 extern "C" int64_t size_of_unit_gradients() { return sizeof(UnitGradients); }
 extern "C" int64_t size_of_factor_change() { return sizeof(FactorChange); }
-extern "C" void take_factor_on_host(const FactorChange* u) { cuda::take_factor(*u, nullptr); }
 extern "C" int64_t size_of_held_variance() { return sizeof(HeldVariance); }
-extern "C" void hold_variance_on_host(const HeldVariance* h, int order) {
+extern "C" void rescale_on_host(const HeldVariance* h, const FactorChange* u, int order) {
   device::order = static_cast<device::Order>(order);
-  cuda::hold_variance(*h, nullptr);
+  cuda::rescale(*h, *u, nullptr);
 }
 extern "C" void unit_scales_on_host(const UnitScales* u) { cuda::unit_scales(*u, nullptr); }
 extern "C" void unit_gradients_on_host(const UnitGradients* u) { cuda::unit_gradients(*u, nullptr); }

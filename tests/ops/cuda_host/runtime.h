@@ -12,6 +12,7 @@ inline int stream_of_guard = 0;         // its address is the stream
 inline cudaStream_t current = nullptr;  // of the guard, if there is one
 inline int launches = 0;                // since they were last asked for
 inline int unchecked = 0;               // launches since the last look for an error
+inline void (*around)(bool) = nullptr;  // called before (true) and after a launch
 
 enum class Order : int { forwards, backwards, shuffled };
 inline Order order = Order::forwards;  // of the threads of a block, and of blocks

@@ -1,0 +1,235 @@
+"""What blocks of networks do on a GPU beside float's, by count: docs/gpu.md has the table.
+
+A block is the difference between networks of three and of four blocks, and an element's bytes are the difference between
+twice as many images: what a network does once, and what its weights move, are in neither.
+"""
+
+import platform
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
+
+import qtoolkit as qt
+from benchmarks.pages.gpu_networks import Block, Bottleneck, InvertedResidual
+from qtoolkit.graph.program.units.base import CachedFusedOp
+from tests.graph.program.test_unit import SPECS
+from tests.nets import settled
+from tests.ops.cuda_host import guarded, on_host
+from tests.ops.cuda_host.work import Done, Work
+
+PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
+FEW, MANY, IMAGES = 3, 4, 2  # blocks, and images of the smaller batch
+BETWEEN = "between the units"
+
+
+@dataclass(frozen=True)
+class Net:
+    """Equal blocks after a layer that makes their input, and before one that takes their output."""
+
+    of: str
+    block: Callable[[], nn.Module]
+    first: Callable[[], nn.Module]
+    last: Callable[[], nn.Module]
+    image: tuple[int, ...]
+    elements: int  # of an image between blocks
+
+    def built(self, blocks: int) -> nn.Module:
+        torch.manual_seed(0)
+        parts = {"first": self.first(), "blocks": nn.Sequential(*(self.block() for _ in range(blocks)))}
+        return nn.Sequential(OrderedDict(parts, last=self.last())).train()
+
+
+NETS = (
+    Net(
+        "ViT, as timm writes it",
+        lambda: Block(64, 2),
+        nn.Identity,  # the places of a ViT are float32, and with them all that is between its blocks
+        lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8)),
+        (64, 64),
+        64 * 64,
+    ),
+    Net(
+        "ResNet-50",
+        lambda: Bottleneck(64, 16, 1),
+        lambda: nn.Sequential(nn.Conv2d(3, 64, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
+        lambda: nn.Conv2d(64, 8, 1),
+        (3, 16, 16),
+        64 * 16 * 16,
+    ),
+    Net(
+        "MobileNetV2",
+        lambda: InvertedResidual(16, 16, 1, 6),
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 1, bias=False), nn.BatchNorm2d(16)),
+        lambda: nn.Conv2d(16, 8, 1),
+        (3, 16, 16),
+        16 * 16 * 16,
+    ),
+)
+
+
+class Labelled(Work):
+    """Notes for each call of an op the unit that calls it, or in float the module."""
+
+    def __init__(self, labels: Callable[[], str]) -> None:
+        super().__init__()
+        self.labels, self.of_call = labels, list[str]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(op, types, args, kwargs)
+        self.of_call += [self.labels()] * (len(self.done) - len(self.of_call))
+        return result
+
+
+def image_of(net: Net, images: int) -> Tensor:
+    x = torch.randn(images, *net.image, generator=torch.Generator().manual_seed(0))
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def quantized(model: nn.Module, x: Tensor) -> nn.Module:
+    weight, activation = SPECS["lsq"]
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    model = qt.prepare(model, (x,), backend="tensorrt", qconfig_mapping=mapping)
+    qt.calibrate(model, [x], progress=False)
+    return settled(model).train()
+
+
+def of_block(name: str) -> str:
+    """Return the name of a module without that of its network and block; "" for what is outside of the blocks."""
+    found = re.search(r"blocks\.\d+(?:\.(.+))?$", name)
+    return "" if found is None else found[1] or BETWEEN
+
+
+def unit_name(names: tuple[str | None, ...]) -> str:
+    """Return the modules of a unit, by their names in the block."""
+    modules = [of_block(name) for name in names if name is not None and "quantizers" not in name]
+    return ", ".join(modules) or "quantizer without a layer"
+
+
+@contextmanager
+def units_noted(calls: list[str]) -> Iterator[None]:
+    """Note the unit that computes by its op, while it does."""
+    compute = CachedFusedOp.compute
+
+    def noted(self: Any, *args: Any) -> Any:
+        calls.append(unit_name(self.names))
+        try:
+            return compute(self, *args)
+        finally:
+            calls.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CachedFusedOp, "compute", noted)
+        yield
+
+
+def step(net: Net, blocks: int, images: int, quantizes: bool) -> tuple[list[tuple[str, Done]], list[tuple[str, Done]]]:
+    """Return what forward and backward of a training step do, each call of an op with its unit or its module."""
+    cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    with guarded():  # what is counted is in guarded memory
+        x = image_of(net, images)
+        model = quantized(net.built(blocks), x) if quantizes else net.built(blocks)
+        x = image_of(net, images).requires_grad_()
+    # In float the modules: its hooks would run in a prepared model too, whose units would be called module by module.
+    tracker, calls = ModuleTracker(), list[str]()
+    tracked = nullcontext() if quantizes else tracker
+    identities = {f"Sequential.{name}" for name, m in model.named_modules() if isinstance(m, nn.Identity)}  # no ops
+
+    def label() -> str:
+        if quantizes:
+            return calls[-1] if calls else BETWEEN
+        return of_block(max(tracker.parents - identities, key=len))
+
+    with on_host("forwards"), cast, units_noted(calls):
+        for _ in range(2):
+            model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        with tracked:
+            with Labelled(label) as forward:
+                y = model(x)
+            grad = torch.ones_like(y)
+            with Labelled(label) as backward:
+                y.backward(grad)
+    return [*zip(forward.of_call, forward.done, strict=True)], [*zip(backward.of_call, backward.done, strict=True)]
+
+
+def named(net: Net, blocks: int, images: int, quantizes: bool) -> list[dict[str, Done]]:
+    """Return what each unit, or in float each module, does in forward and in backward."""
+    forward, backward = step(net, blocks, images, quantizes)
+    of_op: dict[str, list[str]] = {}  # the units that have called an op in forward: backward calls them the other way round
+    for label, done in forward:
+        of_op.setdefault(f"{done.op}_backward", []).append(label)
+    found: list[dict[str, Done]] = []
+    for direction in (forward, backward):
+        sums: dict[str, Done] = {}
+        for label, done in direction:
+            is_backward = quantizes and direction is backward and done.op in of_op
+            name = of_op[done.op].pop() if is_backward else label
+            total = sums.setdefault(name, Done(name))
+            total.launches += done.launches
+            total.bytes += done.bytes
+        found.append(sums)
+    return found
+
+
+def of_one_block(net: Net, quantizes: bool) -> list[dict[str, tuple[int, float]]]:
+    """Return the launches and the bytes for an element of the block's input, of each unit or module of a block."""
+    sizes = [(blocks, images) for blocks in (FEW, MANY) for images in (IMAGES, 2 * IMAGES)]
+    done = {size: named(net, *size, quantizes) for size in sizes}
+    found = []
+    for direction in range(2):
+        one: dict[str, tuple[int, float]] = {}
+        for name in done[MANY, IMAGES][direction]:
+
+            def of(blocks: int, images: int, name: str = name, direction: int = direction) -> Done:
+                return done[blocks, images][direction].get(name, Done(name))
+
+            launches = of(MANY, IMAGES).launches - of(FEW, IMAGES).launches
+            small, large = (of(MANY, n).bytes - of(FEW, n).bytes for n in (IMAGES, 2 * IMAGES))
+            if launches:
+                one[name] = launches, (large - small) / (IMAGES * net.elements)
+        found.append(one)
+    return found
+
+
+@cache
+def table(net: Net) -> list[str]:
+    """Return the rows of docs/gpu.md for a block, with its sum."""
+    ours, theirs = of_one_block(net, quantizes=True), of_one_block(net, quantizes=False)
+    units = list(dict.fromkeys([*ours[0], *ours[1], BETWEEN]))
+    unit_of = {module: unit for unit in units for module in unit.split(", ")}
+    columns: list[dict[str, tuple[int, float]]] = []
+    for direction in range(2):
+        modules: dict[str, tuple[int, float]] = {}
+        for module, (launches, moved) in theirs[direction].items():
+            unit = unit_of.get(module, BETWEEN)
+            before = modules.get(unit, (0, 0.0))
+            modules[unit] = before[0] + launches, before[1] + moved
+        columns += [modules, ours[direction]]
+    rows = [[unit, *(column.get(unit, (0, 0.0)) for column in columns)] for unit in units]
+    rows.append(["**sum**", *((sum(a for a, _ in c.values()), sum(b for _, b in c.values())) for c in columns)])
+    return [f"| {name} | {' | '.join(f'{a} | {b:.1f}' for a, b in cells)} |" for name, *cells in rows]
+
+
+@pytest.mark.slow  # compiles the kernels for the host
+@pytest.mark.skipif(not torch.__version__.startswith("2.14"), reason="the counts on the page are of torch 2.14")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="bytes are counted on x86-64 alone")
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.of)
+def test_the_page_has_the_counts(net: Net) -> None:
+    page = PAGE.read_text()
+    assert [row for row in table(net) if row not in page] == []
+
+
+if __name__ == "__main__":
+    for each in NETS:
+        print(each.of, *table(each), sep="\n")
