@@ -44,13 +44,20 @@ class OrderedGrid {
 // The lowest (row 0) and highest (row 1) values of each channel of x, in float64: exact for every input dtype.
 at::Tensor ranges_of(const at::Tensor& x, const Axis& axis);
 
-// The gradient of a learned scale, or (if scale is null) of something else, from sums: learned_gradient of
+// The gradient of a learned scale, or (if scale is undefined) of something else, from sums: learned_gradient of
 // fake_quant.h.
 struct GradientOfSums {
   const double* sums;
   double factor;
-  const at::Tensor* scale;
+  at::Tensor scale;
   at::Tensor gradient;  // nothing is written to an empty one
+};
+
+// Gradients that are not written yet, with the tensors of their sums: one launch writes them, and what is computed of
+// them. Until then their tensors hold nothing.
+struct LaterGradients {
+  c10::SmallVector<GradientOfSums, 8> all;
+  c10::SmallVector<at::Tensor, 2> sums;
 };
 
 // What is computed on the device of its tensors. CUDA's use the current stream of the device and do not wait for it.
@@ -70,7 +77,7 @@ struct DeviceKernels {
   // Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
   void (*grid_of_ranges)(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 
-  // Writes up to five gradients, all on one device.
+  // Writes up to eight gradients, all on one device.
   void (*learned_gradients)(at::ArrayRef<GradientOfSums> gradients);
 
   // Batch norm of x, and its gradients.
@@ -88,7 +95,8 @@ struct DeviceKernels {
 
   // The small tensors of a unit, and their gradients.
   void (*unit_scales)(const UnitScales& u, c10::Device device);
-  void (*unit_gradients)(const UnitGradients& u, c10::Device device);
+  // The first ones of these may be computed of gradients that the same launch writes before.
+  void (*unit_gradients)(const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device device);
   void (*rescale)(const HeldVariance& h, const FactorChange& u, c10::Device device);
 
   // Weights of an attention from scores, and the gradient of the scores; null where torch's ops compute them.
@@ -110,6 +118,19 @@ inline const DeviceKernels& on([[maybe_unused]] c10::Device device) {
   if (device.is_cuda()) return cuda::kDeviceKernels;
 #endif
   return cpu::kDeviceKernels;
+}
+
+// Writes gradients now, or later if somebody collects them.
+inline void write_gradients(at::ArrayRef<GradientOfSums> gradients, const at::Tensor& sums, LaterGradients* later) {
+  if (later == nullptr) return on(sums.device()).learned_gradients(gradients);
+  later->all.append(gradients.begin(), gradients.end());
+  later->sums.push_back(sums);
+}
+
+// Writes what has been collected.
+inline void write_now(LaterGradients& later) {
+  if (!later.all.empty()) on(later.sums[0].device()).learned_gradients(later.all);
+  later = {};
 }
 
 }  // namespace qtoolkit

@@ -206,7 +206,7 @@ namespace {
 // With constant statistics, which are none of x, nobody else has a part in the sums.
 GradientsOfBatchNorm gradients_of(const char* op, const Tensor& grad, const Tensor& x, const Tensor& mean,
                                   const Tensor& variance, const WantedOfBatchNorm& wanted, const BatchNorm& norm,
-                                  bool constant) {
+                                  bool constant, LaterGradients* later) {
   const bool in_halves = norm.process_group.has_value() || constant;
   check(op, x, norm, in_halves);
   check_totals(op, norm.totals, x.sym_size(1), x, in_halves);
@@ -256,12 +256,12 @@ GradientsOfBatchNorm gradients_of(const char* op, const Tensor& grad, const Tens
   on(x.device()).batch_norm_backward(args, x.device());
 
   const double *per_row = args.gradients, *of_scale = per_row + 3 * args.channels;
-  on(x.device())
-      .learned_gradients({{per_row, 1, nullptr, of_weight},
-                          {per_row + args.channels, 1, nullptr, of_bias},
-                          {per_row + 2 * args.channels, 1, nullptr, of_divisor},
-                          {of_scale, norm.grad_factor, pointer(norm.scale), ds},
-                          {of_scale + 1, norm.grad_factor, nullptr, dz}});
+  write_gradients({{per_row, 1, {}, of_weight},
+                   {per_row + args.channels, 1, {}, of_bias},
+                   {per_row + 2 * args.channels, 1, {}, of_divisor},
+                   {of_scale, norm.grad_factor, norm.scale.value_or(Tensor()), ds},
+                   {of_scale + 1, norm.grad_factor, {}, dz}},
+                  sums, later);
   return gradients;
 }
 
@@ -269,8 +269,9 @@ GradientsOfBatchNorm gradients_of(const char* op, const Tensor& grad, const Tens
 
 GradientsOfBatchNorm batch_norm_fake_quant_backward(const Tensor& grad, const Tensor& x, const Tensor& mean,
                                                     const Tensor& variance, const WantedOfBatchNorm& wanted,
-                                                    const BatchNorm& norm) {
-  return gradients_of("batch_norm_fake_quant_backward", grad, x, mean, variance, wanted, norm, /*constant=*/false);
+                                                    const BatchNorm& norm, LaterGradients* later) {
+  return gradients_of("batch_norm_fake_quant_backward", grad, x, mean, variance, wanted, norm, /*constant=*/false,
+                      later);
 }
 
 // ---- without a batch norm: one of constant statistics, mean 0 and variance 0 with an eps of 1, which changes no value
@@ -304,7 +305,7 @@ EpilogueGradients epilogue_fake_quant_backward(const Tensor& grad, const Tensor&
   const BatchNorm none = {e, {}, bias, {}, kEpsOfNone, totals, {}};
   const WantedOfBatchNorm of_norm = {true, false, wanted.channels, false, wanted.residual, wanted.scale, wanted.scale};
   const auto [dx, dweight, dbias, ddivisor, dresidual, dscale, dzero_point] =
-      gradients_of("unit_backward", grad, x, zeros, zeros, of_norm, none, /*constant=*/true);
+      gradients_of("unit_backward", grad, x, zeros, zeros, of_norm, none, /*constant=*/true, /*later=*/nullptr);
   return {dx, dbias, dresidual, dscale, dzero_point};
 }
 

@@ -40,13 +40,14 @@ struct BatchNormResult {
 
 BatchNormResult batch_norm_fake_quant(const at::Tensor& x, const BatchNorm& norm, bool packs_codes);
 
-// Of: x, weight, bias, divisor, residual, scale, zero_point. Empty where one is not wanted or there is none.
+// Of: x, weight, bias, divisor, residual, scale, zero_point. Empty where one is not wanted or there is none. All but
+// those of x and the residual may be written later.
 using WantedOfBatchNorm = std::array<bool, 7>;
 using GradientsOfBatchNorm = std::array<at::Tensor, 7>;
 
 GradientsOfBatchNorm batch_norm_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& mean,
                                                     const at::Tensor& variance, const WantedOfBatchNorm& wanted,
-                                                    const BatchNorm& norm);
+                                                    const BatchNorm& norm, LaterGradients* later = nullptr);
 
 // batch_norm_fake_quant without its batch norm: y and its codes, packed if they fit in 4 bits.
 std::tuple<at::Tensor, at::Tensor> epilogue_fake_quant(const at::Tensor& x, const Epilogue& epilogue);

@@ -339,10 +339,10 @@ void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensor
 void learned_gradients(at::ArrayRef<GradientOfSums> gradients) {
   for (const GradientOfSums& g : gradients) {
     if (g.gradient.numel() == 0) continue;
-    const at::Tensor values = g.scale == nullptr ? at::Tensor() : g.scale->contiguous();
+    const at::Tensor values = g.scale.defined() ? g.scale.contiguous() : at::Tensor();
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, g.gradient.scalar_type(), "learned_gradients", [&] {
       using A = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
-      const scalar_t* of = g.scale == nullptr ? nullptr : values.const_data_ptr<scalar_t>();
+      const scalar_t* of = values.defined() ? values.const_data_ptr<scalar_t>() : nullptr;
       scalar_t* to = g.gradient.mutable_data_ptr<scalar_t>();
       for (int64_t c = 0; c < g.gradient.numel(); ++c) {
         to[c] = learned_gradient(g.sums[c], g.factor, of == nullptr ? A(1) : static_cast<A>(of[c]));
@@ -389,7 +389,8 @@ const DeviceKernels kDeviceKernels = {
     [](const UnitScales& u, c10::Device) {
       for (int64_t i = 0; i < largest_count(u); ++i) u.f64 ? unit_scales_at<double>(u, i) : unit_scales_at<float>(u, i);
     },
-    [](const UnitGradients& u, c10::Device) {
+    [](const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device) {
+      learned_gradients(before);
       for (int64_t i = 0; i < largest_count(u); ++i) {
         u.f64 ? unit_gradients_at<double>(u, i) : unit_gradients_at<float>(u, i);
       }

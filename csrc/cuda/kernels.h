@@ -55,8 +55,12 @@ struct GradientsOfSums {
   Dtype dtype;
   void* gradient;
 };
-constexpr int kMostGradients = 5;
-void learned_gradients(const GradientsOfSums* gradients, int count, cudaStream_t stream);
+constexpr int kMostGradients = 8;
+struct AllGradients {
+  GradientsOfSums of[kMostGradients] = {};
+  int count = 0;
+};
+void learned_gradients(const AllGradients& all, cudaStream_t stream);
 
 // Batch norm and its gradients, as launch.h says. The workspace is of float64 values.
 int64_t batch_norm_workspace(const BatchNormArgs& args);
@@ -65,7 +69,7 @@ void batch_norm_backward(const BatchNormArgs& args, double* workspace, cudaStrea
 void batch_norm_track(const TrackedStatistics& statistics, cudaStream_t stream);
 
 void unit_scales(const UnitScales& u, cudaStream_t stream);
-void unit_gradients(const UnitGradients& u, cudaStream_t stream);
+void unit_gradients(const UnitGradients& u, const AllGradients& before, cudaStream_t stream);
 void rescale(const HeldVariance& h, const FactorChange& u, cudaStream_t stream);
 
 // Weights of an attention, or their gradients too. The workspace is of float64 values.

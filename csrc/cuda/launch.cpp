@@ -133,18 +133,30 @@ void rows_of_function(FunctionRows& args, const GridTensors& grid, c10::Device d
   });
 }
 
-void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
+// As kernels take them. The scales are copied where they are not contiguous.
+struct GradientsOnDevice {
+  AllGradients all;
   std::vector<at::Tensor> scales;
-  std::vector<GradientsOfSums> all;
-  for (const GradientOfSums& g : gradients) {
-    if (g.gradient.numel() == 0) continue;
-    scales.push_back(g.scale == nullptr ? at::Tensor() : g.scale->contiguous());
-    all.push_back({g.sums, g.factor, g.scale == nullptr ? nullptr : scales.back().const_data_ptr(), g.gradient.numel(),
-                   dtype_of(g.gradient), g.gradient.mutable_data_ptr()});
+
+  explicit GradientsOnDevice(at::ArrayRef<GradientOfSums> gradients) {
+    for (const GradientOfSums& g : gradients) {
+      if (g.gradient.numel() == 0) continue;
+      TORCH_INTERNAL_ASSERT(all.count < kMostGradients);
+      scales.push_back(g.scale.defined() ? g.scale.contiguous() : at::Tensor());
+      all.of[all.count++] = {g.sums,
+                             g.factor,
+                             g.scale.defined() ? scales.back().const_data_ptr() : nullptr,
+                             g.gradient.numel(),
+                             dtype_of(g.gradient),
+                             g.gradient.mutable_data_ptr()};
+    }
   }
-  if (all.empty()) return;
-  on_stream(gradients[0].gradient.device(),
-            [&](cudaStream_t stream) { learned_gradients(all.data(), static_cast<int>(all.size()), stream); });
+};
+
+void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
+  const GradientsOnDevice given(gradients);
+  if (given.all.count == 0) return;
+  on_stream(gradients[0].gradient.device(), [&](cudaStream_t stream) { learned_gradients(given.all, stream); });
 }
 
 }  // namespace
@@ -184,8 +196,9 @@ const DeviceKernels kDeviceKernels = {
     [](const UnitScales& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { unit_scales(u, stream); });
     },
-    [](const UnitGradients& u, c10::Device device) {
-      on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, stream); });
+    [](const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device device) {
+      const GradientsOnDevice given(before);
+      on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, given.all, stream); });
     },
     [](const HeldVariance& h, const FactorChange& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { rescale(h, u, stream); });

@@ -4,6 +4,7 @@
 #include "../fake_quant.h"
 #include "../prelu.h"
 #include "../shaped.h"
+#include "gradients.cuh"
 #include "kernels.h"
 #include "loops.cuh"
 
@@ -66,27 +67,8 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<A, double> ? 1 : kLea
   join_block(tiling, sum, sums, Add());
 }
 
-template <class A>
-QT_DEVICE void write_gradient(const GradientsOfSums& g, int64_t i) {
-  with_type<A, Kind::values>(g.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const A of = g.scale == nullptr ? A(1) : to_arithmetic<A>(static_cast<const T*>(g.scale)[i]);
-    static_cast<T*>(g.gradient)[i] = from_arithmetic<T>(learned_gradient(g.sums[i], g.factor, of));
-  });
-}
-
-struct AllGradients {
-  GradientsOfSums of[kMostGradients];
-  int count;
-};
-
 __global__ void __launch_bounds__(kThreads) learned_gradients_kernel(const __grid_constant__ AllGradients all) {
-  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-#pragma unroll
-  for (int k = 0; k < kMostGradients; ++k) {
-    if (k >= all.count || i >= all.of[k].count) continue;
-    all.of[k].dtype == Dtype::f64 ? write_gradient<double>(all.of[k], i) : write_gradient<float>(all.of[k], i);
-  }
+  write_gradients(all, int64_t{kThreads} * blockIdx.x + threadIdx.x);
 }
 
 using LearnedKernel = void (*)(KernelArgs, ReductionTiling, Pairs);
@@ -130,15 +112,8 @@ void learned_backward(const KernelArgs& args, double* workspace, cudaStream_t st
 QT_LEARNED_KERNELS(QT_DEFINE)
 #undef QT_DEFINE
 
-void learned_gradients(const GradientsOfSums* gradients, int count, cudaStream_t stream) {
-  AllGradients all = {};
-  int64_t longest = 0;
-  for (int k = 0; k < count; ++k) {
-    if (gradients[k].count == 0) continue;
-    all.of[all.count++] = gradients[k];
-    longest = longest < gradients[k].count ? gradients[k].count : longest;
-  }
-  launch_each(learned_gradients_kernel, longest, stream, all);
+void learned_gradients(const AllGradients& all, cudaStream_t stream) {
+  launch_each(learned_gradients_kernel, longest_of(all), stream, all);
 }
 
 int64_t workspace_size(KernelId kernel, const KernelArgs& args) {

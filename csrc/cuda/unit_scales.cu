@@ -1,5 +1,6 @@
 // The small tensors of a unit; see unit_scales.h.
 #include "../unit/unit_scales.h"
+#include "gradients.cuh"
 #include "kernels.h"
 #include "loops.cuh"
 
@@ -13,8 +14,11 @@ __global__ void __launch_bounds__(kThreads) unit_scales_kernel(UnitScales u) {
 }
 
 template <class A>
-__global__ void __launch_bounds__(kThreads) unit_gradients_kernel(UnitGradients u) {
-  unit_gradients_at<A>(u, int64_t{kThreads} * blockIdx.x + threadIdx.x);
+__global__ void __launch_bounds__(kThreads)
+    unit_gradients_kernel(const __grid_constant__ UnitGradients u, const __grid_constant__ AllGradients before) {
+  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
+  write_gradients(before, i);  // a place of a gradient is computed of the same place of others
+  unit_gradients_at<A>(u, i);
 }
 
 // The magnitude of the factor of all channels together.
@@ -58,8 +62,10 @@ void unit_scales(const UnitScales& u, cudaStream_t stream) {
   launch_each(u.f64 ? unit_scales_kernel<double> : unit_scales_kernel<float>, largest_count(u), stream, u);
 }
 
-void unit_gradients(const UnitGradients& u, cudaStream_t stream) {
-  launch_each(u.f64 ? unit_gradients_kernel<double> : unit_gradients_kernel<float>, largest_count(u), stream, u);
+void unit_gradients(const UnitGradients& u, const AllGradients& before, cudaStream_t stream) {
+  const int64_t own = largest_count(u), others = longest_of(before);
+  const auto kernel = u.f64 ? unit_gradients_kernel<double> : unit_gradients_kernel<float>;
+  launch_each(kernel, own < others ? others : own, stream, u, before);
 }
 
 void rescale(const HeldVariance& h, const FactorChange& u, cudaStream_t stream) {

@@ -40,11 +40,13 @@ at::Tensor quant_layer(const at::Tensor& x, const std::optional<at::Tensor>& bia
                        std::optional<at::ScalarType> dtype, std::optional<at::MemoryFormat> format,
                        const RawInput& raw);
 
-// Of: x, weight, factor, scale, zero_point, bias, raw_scale. A gradient that is not wanted is undefined.
+// Of: x, weight, factor, scale, zero_point, bias, raw_scale. A gradient that is not wanted is undefined. Those of
+// factor and scale may be written later.
 using WantedOfLayer = std::array<bool, 7>;
 using GradientsOfLayer = std::array<at::Tensor, 7>;
 
 GradientsOfLayer quant_layer_backward(const at::Tensor& grad, c10::SymIntArrayRef size, const Layer& l,
-                                      at::ScalarType x_dtype, const WantedOfLayer& wanted, const RawInput& raw);
+                                      at::ScalarType x_dtype, const WantedOfLayer& wanted, const RawInput& raw,
+                                      LaterGradients* later = nullptr);
 
 }  // namespace qtoolkit

@@ -155,7 +155,7 @@ class Rows {
     return {result, poison.to(type)};
   }
 
-  WeightGradients gradients(const Tensor& given, const WantedOfWeight& wanted, OfGrad memory) {
+  WeightGradients gradients(const Tensor& given, const WantedOfWeight& wanted, OfGrad memory, LaterGradients* later) {
     const Tensor grad = takes(given.scalar_type()) ? given : given.to(w_.weight.scalar_type());
     const bool turned =
         !grad.is_contiguous(format_) && w_.weight.dim() == 4 && grad.is_contiguous(other_format(format_));
@@ -174,17 +174,18 @@ class Rows {
     args_.sum_scale = sums.mutable_data_ptr<double>();
     args_.sum_factor = args_.sum_scale + args_.rows;
     kernels.weight_backward(args_, sums.device());
-    c10::SmallVector<GradientOfSums, 2> wanted_too;
+    c10::SmallVector<GradientOfSums, 2> of_sums;
     if (wanted[1] && w_.factor.has_value()) {
       result[1] = at::empty(w_.factor->sizes(), w_.factor->options());
-      wanted_too.push_back({args_.sum_factor, 1, nullptr, result[1]});
+      of_sums.push_back({args_.sum_factor, 1, {}, result[1]});
     }
     const Tensor of_scale = wanted[2] && w_.scale.numel() == 1 ? sums.select(0, 0).sum() : sums;
     if (wanted[2]) {
       result[2] = at::empty(w_.scale.sizes(), w_.scale.options());
-      wanted_too.push_back({of_scale.const_data_ptr<double>(), w_.grad_factor, &w_.scale, result[2]});
+      of_sums.push_back({of_scale.const_data_ptr<double>(), w_.grad_factor, w_.scale, result[2]});
     }
-    kernels.learned_gradients(wanted_too);
+    write_gradients(of_sums, sums, later);
+    if (later != nullptr) later->sums.push_back(of_scale);
     return result;
   }
 
@@ -243,8 +244,8 @@ WeightCodes quantize_weight(const LayerWeight& w, const Geometry& g, at::ScalarT
 }
 
 WeightGradients weight_backward(const Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted,
-                                OfGrad memory) {
-  if (Rows rows{w, g}) return rows.gradients(grad, wanted, memory);
+                                OfGrad memory, LaterGradients* later) {
+  if (Rows rows{w, g}) return rows.gradients(grad, wanted, memory, later);
   WeightGradients result;
   Tensor of_product;
   const Tensor product = scaled(w, g);

@@ -39,9 +39,10 @@ enum class OfGrad { kept, taken };
 at::Tensor only_updated(const at::Tensor& of_weight, const LayerWeight& w, const Geometry& g);
 at::Tensor only_updated(const at::Tensor& per_channel, const at::Tensor& updated);
 
-// From the gradient of the fake-quantized weight. The weight's gradient has its memory format.
+// From the gradient of the fake-quantized weight. The weight's gradient has its memory format. Those of factor and
+// scale may be written later.
 WeightGradients weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g, WantedOfWeight wanted,
-                                OfGrad memory);
+                                OfGrad memory, LaterGradients* later = nullptr);
 
 // The same by differentiable ops, for a grid without gradients: for double backward.
 WeightGradients differentiable_weight_backward(const at::Tensor& grad, const LayerWeight& w, const Geometry& g,

@@ -184,14 +184,15 @@ Tensor raw_scale_gradient(const Tensor& dy, const Tensor& weight, const Layer& l
   const Tensor dw = std::get<1>(
       layer_backward(dy, terms.to(dy.scalar_type()), weight, l.geometry, std::array<bool, 3>{false, true, false}));
   const Tensor sum = at::sum(at::mul(dw, weight), at::kDouble);
-  on(sum.device()).learned_gradients(GradientOfSums{sum.const_data_ptr<double>(), raw.factor, &*raw.scale, result});
+  on(sum.device()).learned_gradients(GradientOfSums{sum.const_data_ptr<double>(), raw.factor, *raw.scale, result});
   return result;
 }
 
 }  // namespace
 
 GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef size, const Layer& l,
-                                      at::ScalarType x_dtype, const WantedOfLayer& wanted, const RawInput& raw) {
+                                      at::ScalarType x_dtype, const WantedOfLayer& wanted, const RawInput& raw,
+                                      LaterGradients* later) {
   constexpr const char* kOp = "quant_layer_backward";
   check_float(kOp, "grad", grad);
   check_float_dtype(kOp, x_dtype);
@@ -214,7 +215,7 @@ GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef si
   if (in_part) dweight = gradient_of_updated(dy, x, weight, l);
   WeightGradients w;
   if (in_weight) {
-    w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]}, OfGrad::taken);
+    w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]}, OfGrad::taken, later);
   }
   if (wanted[0]) dx = as_type(dx, x_dtype).contiguous(x.suggest_memory_format());
   GradientsOfLayer gradients = {dx, w[0], w[1], w[2], w[3], dbias};

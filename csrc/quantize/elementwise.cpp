@@ -52,12 +52,16 @@ LearnedSums::LearnedSums(KernelId kernel, KernelArgs args, const Tensor& dx, con
 
 void LearnedSums::write_gradient(int64_t row, double factor, const Tensor* sign, const Tensor& result) const {
   const Tensor sum = from_memory_order(sums_.select(0, row), dx_, axis_);
-  on(sum.device()).learned_gradients(GradientOfSums{sum.const_data_ptr<double>(), factor, sign, result});
+  on(sum.device())
+      .learned_gradients(
+          GradientOfSums{sum.const_data_ptr<double>(), factor, sign == nullptr ? Tensor() : *sign, result});
 }
 
 void LearnedSums::write_total(int64_t row, double factor, const Tensor* sign, const Tensor& result) const {
   const Tensor sum = sums_.select(0, row).sum();
-  on(sum.device()).learned_gradients(GradientOfSums{sum.const_data_ptr<double>(), factor, sign, result});
+  on(sum.device())
+      .learned_gradients(
+          GradientOfSums{sum.const_data_ptr<double>(), factor, sign == nullptr ? Tensor() : *sign, result});
 }
 
 }  // namespace qtoolkit

@@ -148,9 +148,9 @@ Weights by_kernel(const Attention& a, const Tensor& scores, const optional<Tenso
   const c10::Device device = scores.device();
   on(device).attention_weights(args, {pointer(scale), pointer(zero_point)}, device);
   if (!sums_wanted) return result;
-  std::vector<GradientOfSums> gradients = {{args.sums, a.weights.grad_factor, &*scale, result.of_scale}};
+  std::vector<GradientOfSums> gradients = {{args.sums, a.weights.grad_factor, *scale, result.of_scale}};
   if (result.of_zero_point.defined()) {
-    gradients.push_back({args.sums + 1, a.weights.grad_factor, nullptr, result.of_zero_point});
+    gradients.push_back({args.sums + 1, a.weights.grad_factor, {}, result.of_zero_point});
   }
   on(device).learned_gradients(gradients);
   return result;

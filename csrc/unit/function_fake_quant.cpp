@@ -246,7 +246,7 @@ void through(const Function& f, const Tensor& grad, const Tensor& x, const Value
 QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at::IntArrayRef order, const Tensor& x,
                                       const Output& output, const Tensor& y_scale, const Tensor& mask,
                                       const Value& saved, const WantedOfFunction& wanted,
-                                      GradientsOfFunction& gradients) {
+                                      GradientsOfFunction& gradients, LaterGradients& later) {
   constexpr const char* kOp = "function_fake_quant_backward";
   const bool learned = mask.numel() == 0;
   check_float(kOp, "grad", grad);
@@ -278,16 +278,16 @@ QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at:
   if (!learned) args.mask = const_cast<uint8_t*>(mask.const_data_ptr<uint8_t>());  // only read
   on(x.device()).function_rows(args, {&y_scale, pointer(output.zero_point)}, x.device());
   QuantizedGradients behind;
-  std::vector<GradientOfSums> all;
+  c10::SmallVector<GradientOfSums, 2> all;
   if (learned && (wanted[kYStart] || wanted[kYRatio])) {
     behind.scale = at::empty_like(y_scale);
-    all.push_back({args.sums, output.grad_factor, &y_scale, behind.scale});
+    all.push_back({args.sums, output.grad_factor, y_scale, behind.scale});
   }
   if (learned && wanted[kYZeroPoint] && output.zero_point.has_value()) {
     behind.zero_point = at::empty_like(*output.zero_point);
-    all.push_back({args.sums + 1, output.grad_factor, nullptr, behind.zero_point});
+    all.push_back({args.sums + 1, output.grad_factor, {}, behind.zero_point});
   }
-  if (!all.empty()) on(x.device()).learned_gradients(all);
+  if (!all.empty()) write_gradients(all, sums, &later);
   return behind;
 }
 
@@ -310,8 +310,9 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   const WithoutAutocast guard;
   GradientsOfFunction gradients;
   QuantizedGradients behind;
+  LaterGradients later;
   if (x.has_value() && has_kernel(function, *x)) {
-    behind = backward_by_kernel(function, grad, order, *x, output, y_scale, mask, saved, wanted, gradients);
+    behind = backward_by_kernel(function, grad, order, *x, output, y_scale, mask, saved, wanted, gradients, later);
   } else {
     // In the type of x, from which y may have been rounded.
     if (x.has_value()) grad = as_type(grad, x->scalar_type());
@@ -319,8 +320,8 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
     behind = quantize_output_backward(grad, z, mask, order, output, y_scale);
     through(function, behind.z, x.value_or(grad), saved, wanted, gradients);
   }
-  const PartGradients of_parts =
-      gradients_of_parts(parts, {{}, behind.scale, {}, {}, {}}, {false, false, wanted[kYStart], wanted[kYRatio]});
+  const PartGradients of_parts = gradients_of_parts(
+      parts, {{}, behind.scale, {}, {}, {}}, {false, false, wanted[kYStart], wanted[kYRatio]}, {}, std::move(later));
   gradients[kYStart] = of_parts.y_start;
   gradients[kYRatio] = of_parts.y_ratio;
   gradients[kYZeroPoint] = behind.zero_point;

@@ -40,13 +40,14 @@ void layer_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* stack) 
     behind = quantize_output_backward(grad, u.kept, given.kept("kept", u.kept), u.order, u.output, *u.y_scale);
   }
   const bool of_scale = wanted[G::start] || wanted[G::ratio];
+  LaterGradients later;
   const GradientsOfLayer in_layer = quant_layer_backward(behind.z, u.size, layer, u.x_dtype,
                                                          {wanted[G::x], wanted[G::weight], /*factor=*/false, of_scale,
                                                           wanted[G::zero_point], wanted[G::bias], wanted[G::raw_scale]},
-                                                         u.raw);
-  const PartGradients of_parts =
-      gradients_of_parts(parts, {of_scale ? in_layer[3] : Tensor(), behind.scale, {}, {}, {}},
-                         {wanted[G::start], wanted[G::ratio], wanted[G::y_start], wanted[G::y_ratio]});
+                                                         u.raw, &later);
+  const PartGradients of_parts = gradients_of_parts(
+      parts, {of_scale ? in_layer[3] : Tensor(), behind.scale, {}, {}, {}},
+      {wanted[G::start], wanted[G::ratio], wanted[G::y_start], wanted[G::y_ratio]}, {}, std::move(later));
   ForGradients<Tensor> gradients;
   gradients[G::x] = in_layer[0];
   gradients[G::weight] = in_layer[1];

@@ -119,11 +119,12 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   const bool of_bias = norm.is_frozen() && (of_gamma || wanted[G::beta] || wanted[G::bias]);
   const bool of_y_scale = y_scale.has_value() && (wanted[G::y_start] || wanted[G::y_ratio] || wanted[G::y_zero_point]);
   Behind behind = {grad};
+  LaterGradients later;
   if (!norm.is_frozen()) {
     const Tensor& undivided = given.kept("undivided", u.undivided);
     const auto [z, gamma, beta, divisor, residual, of_scale, of_zero_point] = batch_norm_fake_quant_backward(
         grad, undivided, mean, variance, {true, true, true, true, wanted[G::residual], of_y_scale, of_y_scale},
-        batch_norm_of(u, layer.factor));
+        batch_norm_of(u, layer.factor), &later);
     behind = {z, gamma, beta, divisor, residual, of_scale, of_zero_point};
   } else if (const Epilogue epilogue = epilogue_of(f, output, y_scale); quantizes_alone(epilogue)) {
     if (y_scale.has_value()) {
@@ -143,7 +144,9 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   const GradientsOfLayer in_layer = quant_layer_backward(
       behind.z, u.size, layer, u.x_dtype,
       {wanted[G::x], wanted[G::weight], of_gamma, of_scale, wanted[G::zero_point], bias_of_layer, wanted[G::raw_scale]},
-      u.raw);
+      u.raw, &later);
+  // Ops of torch take the gradients below.
+  if (bias.has_value() || layer.updated.has_value()) write_now(later);
   if (bias_of_layer) behind.bias = in_layer[5];
   const Tensor of_factor = of_gamma ? in_layer[2] : Tensor();
   ForGradients<Tensor> gradients;
@@ -170,7 +173,7 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   }
   const PartGradients of_parts = gradients_of_parts(
       parts, of_scales, {wanted[G::start], wanted[G::ratio], wanted[G::y_start], wanted[G::y_ratio], wanted[G::bias]},
-      bias);
+      bias, std::move(later));
   gradients[G::start] = of_parts.start;
   gradients[G::ratio] = of_parts.ratio;
   gradients[G::gamma] = of_parts.gamma;

@@ -249,7 +249,7 @@ Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias
 }
 
 PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, const WantedOfScales& wanted,
-                                 const optional<Tensor>& bias) {
+                                 const optional<Tensor>& bias, LaterGradients before) {
   const Small s = small_of(p);
   const bool frozen = is_frozen(p), of_bias = frozen && bias.has_value() && wanted.bias;
   PartGradients result;
@@ -264,6 +264,7 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
                                   &s.output.rate, &tensors[0], &tensors[1], &tensors[2], &tensors[3], &tensors[4],
                                   &tensors[5], frozen ? &bias : &none, &mean});
   if (!one) {
+    write_now(before);
     if (in_weight) result.ratio = positive_scale_backward(in.scale, *s.weight.start, *s.weight.ratio, s.weight.rate);
     if (in_output)
       result.y_ratio = positive_scale_backward(in.y_scale, *s.output.start, *s.output.ratio, s.output.rate);
@@ -311,10 +312,13 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
     result.bias = empty_as(*bias);
     u.bias_result = result.bias.mutable_data_ptr();
   }
-  if (largest_count(u) == 0) return result;
+  if (largest_count(u) == 0) {
+    write_now(before);
+    return result;
+  }
   const Tensor& one_of = in_weight ? result.ratio : in_output ? result.y_ratio : of_bias ? result.bias : result.gamma;
   const c10::Device device = one_of.device();
-  on(device).unit_gradients(u, device);
+  on(device).unit_gradients(u, before.all, device);
   return result;
 }
 

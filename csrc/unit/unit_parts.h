@@ -117,8 +117,9 @@ struct PartGradients {
   at::Tensor start, ratio, gamma, bias, y_start, y_ratio;
 };
 
+// `before` are gradients among `in` that are to be written first.
 PartGradients gradients_of_parts(const UnitParts& parts, const ScaleGradients& in, const WantedOfScales& wanted,
-                                 const std::optional<at::Tensor>& bias = {});
+                                 const std::optional<at::Tensor>& bias = {}, LaterGradients before = {});
 
 // ---- the quantizer after an op
 

@@ -332,7 +332,14 @@ def test_tracking(kernels, dtype, f64):
     names = ("running_mean", "running_variance", "mean", "variance", "divisor", "offset")
     fields = dict(zip(names, (*got, *batch, divisor, offset), strict=True))
     batches = torch.tensor(3)
-    more = {"channels": 300, "dtype": dtype_number(got[0]), "f64": f64, "momentum": 0.1, "count": 9.0, "batches": batches}
+    more = {
+        "channels": 300,
+        "dtype": dtype_number(got[0]),
+        "f64": f64,
+        "momentum": 0.1,
+        "count": 9.0,
+        "batches": batches,
+    }
     kernels.batch_norm_track_on_host(ctypes.byref(filled(TrackedStatistics, **fields, **more)))
     for g, w in zip(got, running, strict=True):
         assert_same(g, w)

@@ -58,7 +58,7 @@ extern "C" void rescale_on_host(const HeldVariance* h, const FactorChange* u, in
   cuda::rescale(*h, *u, nullptr);
 }
 extern "C" void unit_scales_on_host(const UnitScales* u) { cuda::unit_scales(*u, nullptr); }
-extern "C" void unit_gradients_on_host(const UnitGradients* u) { cuda::unit_gradients(*u, nullptr); }
+extern "C" void unit_gradients_on_host(const UnitGradients* u) { cuda::unit_gradients(*u, {}, nullptr); }
 
 extern "C" int64_t size_of_weight_rows() { return sizeof(WeightRows); }
 extern "C" void weight_forward_on_host(const WeightRows* args, int order) {
