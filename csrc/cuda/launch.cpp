@@ -198,7 +198,8 @@ const DeviceKernels kDeviceKernels = {
     },
     [](const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device device) {
       const GradientsOnDevice given(before);
-      on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, given.all, stream); });
+      const AllGradients& all = given.all;
+      on_stream(device, [&](cudaStream_t stream) { unit_gradients(u, all, stream); });
     },
     [](const HeldVariance& h, const FactorChange& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { rescale(h, u, stream); });

@@ -133,7 +133,7 @@ class Rearrangement:
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
 
-    def codes_of(self, run: Run, x: Tensor, codes: TensorCodes | None, y: Tensor, *sizes: Any) -> TensorCodes | None:
+    def codes_of(self, run: Run, x: Tensor, codes: TensorCodes | None, y: Tensor, *sizes: object) -> TensorCodes | None:
         """Return the integers of y, the function's result of x, from the integers of x."""
         if run.compiled:
             return None

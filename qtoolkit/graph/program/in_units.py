@@ -223,7 +223,7 @@ class UnitWriter(Writer):
         """Write a call that rearranges the integers of a tensor as an op did the tensor."""
         source = node.args[0] if self._rearranges(node) else None
         codes = self._codes_of(source)
-        if codes is not None and any(self._takers_of(node)):
+        if isinstance(source, fx.Node) and codes is not None and any(self._takers_of(node)):
             operands = [source, *(each for each in node.all_input_nodes if each is not source)]
             of_tensor, *others = map(self._value, operands)
             given = (of_tensor, codes, self.written[node], *others)

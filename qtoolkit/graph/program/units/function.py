@@ -35,7 +35,7 @@ def _gelu(approximate: str) -> Function:
 
 
 def _rms_norm(module: nn.RMSNorm) -> Function | None:
-    """Return the function of an RMS norm; None where its eps is that of the input's type, which a weight tells."""
+    """Return the function of an RMS norm; None where its eps depends on the type of its input, and no weight has this type."""
     weight: Tensor | None = module.weight
     eps = module.eps
     if eps is None:
