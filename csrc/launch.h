@@ -53,7 +53,7 @@ struct GradientOfSums {
   at::Tensor gradient;  // nothing is written to an empty one
 };
 
-// Gradients that are not written yet, with the tensors of their sums: one launch writes them, and what is computed of
+// Gradients that are not written yet, with the tensors of their sums: one launch writes them, and what is computed from
 // them. Until then their tensors hold nothing.
 struct LaterGradients {
   c10::SmallVector<GradientOfSums, 8> all;
@@ -62,8 +62,8 @@ struct LaterGradients {
 
 // What is computed on the device of its tensors. CUDA's use the current stream of the device and do not wait for it.
 struct DeviceKernels {
-  // Whether they are a GPU's. Who calls them asks this and not for the device of a tensor: a test that replaces the
-  // kernels takes the same branches.
+  // Whether these are a GPU's kernels. Bodies of ops ask this, and not for the device of a tensor, so that they take
+  // the same branches in a test that replaces the kernels.
   bool on_gpu;
 
   // Runs a kernel. For the reductions, args.sum_* point to memory of the device.
@@ -95,7 +95,7 @@ struct DeviceKernels {
 
   // The small tensors of a unit, and their gradients.
   void (*unit_scales)(const UnitScales& u, c10::Device device);
-  // The first ones of these may be computed of gradients that the same launch writes before.
+  // The same launch writes the gradients `before` first: the others may be computed from them.
   void (*unit_gradients)(const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device device);
   void (*rescale)(const HeldVariance& h, const FactorChange& u, c10::Device device);
 

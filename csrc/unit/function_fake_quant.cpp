@@ -48,9 +48,16 @@ struct Value {
   Tensor result, mean, rstd;
 };
 
-// The last dimensions of x, which a norm takes together.
-std::vector<int64_t> normalized(const Function& f, const Tensor& x) {
-  std::vector<int64_t> dims(f.shape.size());
+// The last dimensions of x, which an RMS norm takes together.
+std::vector<int64_t> normalized(const char* op, const Function& f, const Tensor& x) {
+  const c10::SymIntArrayRef shape = f.shape;
+  TORCH_CHECK_VALUE(!shape.empty() && x.dim() >= static_cast<int64_t>(shape.size()) &&
+                        x.sym_sizes().slice(x.dim() - shape.size()) == shape,
+                    op, ": shape must be the last dimensions of x, got ", shape, " and x of shape ", x.sym_sizes(),
+                    ".");
+  TORCH_CHECK_VALUE(!f.weight.has_value() || f.weight->sym_sizes() == shape, op,
+                    ": weight must have the shape of the norm, ", shape, ", got ", f.weight->sym_sizes(), ".");
+  std::vector<int64_t> dims(shape.size());
   std::iota(dims.begin(), dims.end(), x.dim() - static_cast<int64_t>(dims.size()));
   return dims;
 }
@@ -58,13 +65,9 @@ std::vector<int64_t> normalized(const Function& f, const Tensor& x) {
 // torch's rms_norm, op by op as its forward and its gradients are outside CUDA, with the same bits. Narrow types
 // compute in float32.
 Value rms_norm(const Function& f, const Tensor& x) {
-  const c10::SymIntArrayRef shape = f.shape;
-  const auto dims = static_cast<int64_t>(shape.size());
-  TORCH_CHECK_VALUE(dims > 0 && x.dim() >= dims && x.sym_sizes().slice(x.dim() - dims) == shape,
-                    "function_fake_quant: shape must be the last dimensions of x, got ", shape, " and x of shape ",
-                    x.sym_sizes(), ".");
+  const std::vector<int64_t> dims = normalized("function_fake_quant", f, x);
   const Tensor wide = as_type(x, at::toOpMathType(x.scalar_type()));
-  const Tensor rstd = at::rsqrt(at::pow(wide, 2).mean(normalized(f, x), /*keepdim=*/true).add_(f.eps));
+  const Tensor rstd = at::rsqrt(at::pow(wide, 2).mean(dims, /*keepdim=*/true).add_(f.eps));
   const Tensor normal = wide.mul(rstd);
   return {as_type(f.weight.has_value() ? normal.mul(*f.weight) : normal, x.scalar_type()), {}, rstd};
 }
@@ -75,7 +78,13 @@ struct RmsGradients {
 
 RmsGradients rms_norm_backward(const Function& f, const Tensor& grad, const Tensor& x, const Tensor& rstd,
                                bool of_weight) {
-  const std::vector<int64_t> dims = normalized(f, x);
+  const char* op = "function_fake_quant_backward";
+  const std::vector<int64_t> dims = normalized(op, f, x);
+  std::vector<c10::SymInt> of_rows = x.sym_sizes().vec();
+  for (const int64_t dim : dims) of_rows[dim] = 1;
+  TORCH_CHECK_VALUE(rstd.sym_sizes() == c10::SymIntArrayRef(of_rows), op,
+                    ": rstd must be what function_fake_quant returned, one value for each row, got shape ",
+                    rstd.sym_sizes(), ".");
   const at::ScalarType type = at::toOpMathType(x.scalar_type());
   const Tensor wide = as_type(x, type), of_y = as_type(grad, type);
   const Tensor of_normal = f.weight.has_value() ? of_y.mul(*f.weight) : of_y;

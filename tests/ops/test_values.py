@@ -551,6 +551,51 @@ def test_oracle_itself_on_numbers_worked_out_by_hand():
     assert np.float32(reference.TINY) == np.float32(2**-126)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("shape", [(3, 5, 8), (4, 6), (8,)], ids=str)
+@pytest.mark.parametrize("eps", [None, 1e-6])
+def test_an_rms_norm_has_the_bits_of_torchs(eps, shape, dtype):
+    """In values and gradients, also where its eps is that of the type in which torch computes."""
+    x = floats(dtype)(*shape).requires_grad_()
+    norm = torch.nn.RMSNorm(shape[-2:], eps=eps).to(dtype)
+    norm.weight.data.copy_(floats(dtype, 1)(*shape[-2:]))
+    scale, grad = torch.tensor(0.05, dtype=dtype), floats(dtype, 2)(*shape)
+    wanted = torch.ops.qtoolkit.fake_quant(norm(x), scale, None, -128, 127)[0]
+    own = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else eps
+    function = ("rms_norm", shape[-2:], norm.weight, None, own)
+    found, *_ = torch.ops.qtoolkit.function_fake_quant(
+        x, *function, True, scale, *[None] * 3, -128, 127, 1.0, *[False] * 3
+    )
+    assert_same(found, wanted)
+    inputs = [x, norm.weight]
+    for got, want in zip(*(torch.autograd.grad(y, inputs, grad) for y in (found, wanted)), strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "sentence"),
+    [
+        ((), None, "shape must be the last dimensions of x"),
+        ((5,), None, "shape must be the last dimensions of x"),
+        ((2, 3, 4, 8), None, "shape must be the last dimensions of x"),
+        ((8,), (1,), "weight must have the shape of the norm"),
+    ],
+)
+def test_an_rms_norm_of_other_sizes_is_refused(shape, weight, sentence):
+    x, scale = torch.ones(3, 4, 8), torch.ones(1)
+    function = ("rms_norm", shape, None if weight is None else torch.ones(weight), None, 1e-6)
+    with pytest.raises(ValueError, match=f"function_fake_quant: {sentence}"):
+        torch.ops.qtoolkit.function_fake_quant(x, *function, True, scale, *[None] * 3, -8, 7, 1.0, *[False] * 3)
+    grid = (scale, *[None] * 3, -8, 7, 1.0, scale, torch.zeros(0), torch.zeros(0))
+    with pytest.raises(ValueError, match=sentence):
+        torch.ops.qtoolkit.function_fake_quant_backward(
+            x, [0, 1, 2], x, *function, *grid, torch.ones(3, 4, 1), [True] * 6
+        )
+    with pytest.raises(ValueError, match="rstd must be what function_fake_quant returned"):
+        of_row = ("rms_norm", (8,), None, None, 1e-6)
+        torch.ops.qtoolkit.function_fake_quant_backward(x, [0, 1, 2], x, *of_row, *grid, torch.ones(3), [True] * 6)
+
+
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8], ids=name_of)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("layout", LAYOUTS)
