@@ -591,8 +591,8 @@ def test_an_rms_norm_of_other_sizes_is_refused(shape, weight, sentence):
         torch.ops.qtoolkit.function_fake_quant_backward(
             x, [0, 1, 2], x, *function, *grid, torch.ones(3, 4, 1), [True] * 6
         )
+    of_row = ("rms_norm", (8,), None, None, 1e-6)
     with pytest.raises(ValueError, match="rstd must be what function_fake_quant returned"):
-        of_row = ("rms_norm", (8,), None, None, 1e-6)
         torch.ops.qtoolkit.function_fake_quant_backward(x, [0, 1, 2], x, *of_row, *grid, torch.ones(3), [True] * 6)
 
 
