@@ -3,6 +3,7 @@
 python -m benchmarks.pages.zoo_peers --draw 40    draw models of the zoo, run all tools on them, write the zoo's page
 python -m benchmarks.pages.zoo_peers              run all tools on the models of the stored results
 python -m benchmarks.pages.zoo_peers --tools NNCF  run some of the tools, and keep the results of the others
+python -m benchmarks.pages.zoo_peers --draw 40 --resume  go on with a draw that was interrupted
 
 The models are drawn by a seed from all recipes that take one floating-point tensor, which is what the tools' programs here
 take: models that fail in qtoolkit are among them. Each runs in a process of its own with a limit of processor time. The
@@ -89,7 +90,7 @@ def _steps(model: nn.Module, x: Tensor, tool: str, outcome: dict[str, Any]) -> N
     outcome["failed"] = "compare"
     with torch.no_grad():
         ours = _outputs(written(x))
-    size = max(float(y.abs().max()) for y in ours)
+    size = max(float(y.abs().max()) for y in ours) or 1.0  # of a head that begins with zeros
     outcome["difference"] = max(
         float((a - torch.from_numpy(b)).abs().max()) / size for a, b in zip(ours, theirs, strict=True)
     )
@@ -146,6 +147,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--draw", type=int, default=0, help="how many models to draw from all recipes")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the results of this draw in the file, and run the rest"
+    )
     parser.add_argument("--limit", type=int, default=120, help="processor time for each model and tool in seconds")
     parser.add_argument("--zoo", type=Path, default=page.ZOO)
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -154,11 +158,12 @@ def main() -> None:
         ["torch._dynamo", "torch.onnx", "onnxscript", "onnxruntime", "torchvision.models", "timm"]
     )
     zoo = json.loads(args.zoo.read_text())
-    stored = {} if args.draw else json.loads(args.json.read_text())
+    stored = json.loads(args.json.read_text()) if args.resume or not args.draw else {}
     draw = {"draw": OF_ALL, "of": len(able()), "seed": SEED} if args.draw else _draw_of(stored)
     names = [recipe.name for recipe in drawn(args.draw)] if args.draw else models_in(stored)
     rows = {(o["model"], o["tool"]): o for o in (*stored.get("models", ()), *ours(zoo, names))}
-    for name, tool in tqdm([(n, t) for n in names for t in args.tools], leave=False):
+    pairs = [(n, t) for n in names for t in args.tools if not (args.resume and (n, t) in rows)]
+    for name, tool in tqdm(pairs, leave=False):
         rows[name, tool] = run_apart(name, tool, args.limit)
         results = {**draw, "limit": args.limit, **_versions(stored), "models": list(rows.values())}
         args.json.write_text(page.json_text(results))
