@@ -98,7 +98,8 @@ def image_of(net: Net, images: int) -> Tensor:
 def quantized(model: nn.Module, x: Tensor) -> nn.Module:
     weight, activation = SPECS["lsq"]
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    model = qt.prepare(model, (x,), backend="tensorrt", qconfig_mapping=mapping)
+    # As on CUDA: on a processor with int8 instructions the default may be integer arithmetic.
+    model = qt.prepare(model, (x,), backend="tensorrt", qconfig_mapping=mapping, training_arithmetic="float")
     qt.calibrate(model, [x], progress=False)
     return settled(model).train()
 
