@@ -4,6 +4,7 @@ FRAMEWORKS = $(VENV)-frameworks
 # Not torch 2.15.0 and torchvision 0.29.2: the configuration of pip on CI's machines allows these versions and no newer ones.
 TORCH ?= torch==2.14.1
 ZOO ?= torchvision==0.29.1 -r requirements-zoo.txt
+NEXT = torch==2.15.0
 PYTHON ?= python3
 RUN = $(VENV)/bin
 SOURCES = setup.py pyproject.toml $(shell find csrc -type f)
@@ -17,7 +18,7 @@ SECOND = $(MAKE) -C build/second TORCH=torch==2.13.0 ZOO= QTOOLKIT_CUDA=0
 WITHOUT_TORCH = $(addprefix --ignore-glob=tests/, cli debug/test_report_in_a_browser.py ops/test_cuda_* ops/test_instruction_sets.py \
   $(addsuffix .py, $(addprefix test_, benchmarks pytest_benchmarks examples house notebooks readme site site_in_a_browser sweep wheel)))
 
-.PHONY: demo test test-all rows reached lint unit docs build wheel environments frameworks second second-environment sanitize fuzz browser emulator clean \
+.PHONY: demo test test-all rows reached lint unit docs build wheel environments frameworks second second-environment next sanitize fuzz browser emulator clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench tensorrt
 
 demo: $(BUILT)               ## from a float CNN to verified int8 and int4 ONNX models, on digits
@@ -73,6 +74,10 @@ second-environment:
 
 second: second-environment   ## what make test runs, on the oldest torch that CI knows, without real data and what no torch changes, in a copy of the tree
 	$(SECOND) unit OPTIONS='--few -m "not data and not slow" $(WITHOUT_TORCH)'
+
+next: $(VENV)/has-torch       ## says whether pip can install the newest torch here, to which the pins can move then
+	@if $(RUN)/pip install --dry-run --quiet --no-deps $(NEXT) > /dev/null 2>&1; then \
+	  echo "$(NEXT) can be installed here: docs/contributing.md, Move a pin."; else echo "$(NEXT): not installable here."; fi
 
 sanitize: $(VENV)/ready      ## the ops under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, in build/sanitize
 	tests/sanitize/run address $(RUN)/python
