@@ -235,7 +235,7 @@ Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat f
 }
 
 WeightCodes quantize_weight(const LayerWeight& w, const Geometry& g, at::ScalarType type) {
-  if (w.weight.is_cpu()) {
+  if (!on(w.weight.device()).on_gpu) {
     if (Rows rows{w, g}) return rows.codes(type);
   }
   const Tensor product = scaled(w, g);

@@ -78,8 +78,8 @@ static Tensor batch_norm_rescale_(const optional<Tensor>& start, const optional<
                    variance.scalar_type(), ".");
   check_held(variance, held, taken, clock);
   if (start.has_value()) check_rescale(*start, rate, *known, variance, gamma, eps);
-  Tensor copy = held.has_value() ? at::empty_like(variance, at::MemoryFormat::Contiguous)
-                                 : variance.clone(at::MemoryFormat::Contiguous);
+  const Tensor copy = held.has_value() ? at::empty_like(variance, at::MemoryFormat::Contiguous)
+                                       : variance.clone(at::MemoryFormat::Contiguous);
   if (variance.is_meta()) return copy;
   const auto rescale = on(variance.device()).rescale;
   const Tensor present = variance.contiguous();

@@ -77,9 +77,9 @@ def _insert_behind(gm: QuantizedGraphModule, producer: fx.Node, target: str, req
     for place, on_the_way in by_place.items():
         if any(map(chooses_by_mode, on_the_way)):  # training mode goes on from the same values
             on_the_way.update(user for user in place.users if facts_of(user).in_training)
-        # An op whose sizes alone are read besides is one op with its quantizer.
-        sizes = [user for user in place.users if reads_sizes(user) or (facts_of(user).in_training and is_number(user))]
-        users = [user for user in place.users if user in on_the_way or user in sizes]
+        # Sizes are read of the quantizer's result too: so the op before it has no other user, and may be one op with it.
+        on_the_way.update(user for user in place.users if reads_sizes(user))
+        users = [user for user in place.users if user in on_the_way or (facts_of(user).in_training and is_number(user))]
         with gm.graph.inserting_after(place):
             node = gm.graph.call_module(target, (place,))
         set_facts(node, training_alone=all(facts_of(user).training_alone for user in users))

@@ -167,9 +167,8 @@ def step(net: Net, blocks: int, images: int, quantizes: bool) -> tuple[list[tupl
 def named(net: Net, blocks: int, images: int, quantizes: bool) -> list[dict[str, Done]]:
     """Return what each unit, or in float each module, does in forward and in backward."""
     forward, backward = step(net, blocks, images, quantizes)
-    of_op: dict[
-        str, list[str]
-    ] = {}  # the units that have called an op in forward: backward calls them the other way round
+    # the units that have called an op in forward: backward calls them the other way round
+    of_op: dict[str, list[str]] = {}
     for label, done in forward:
         of_op.setdefault(f"{done.op}_backward", []).append(label)
     found: list[dict[str, Done]] = []

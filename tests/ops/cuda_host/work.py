@@ -71,7 +71,7 @@ class Work(TorchDispatchMode):
             if not self.inside:
                 self.done.append(Done(name))
             self.done[-1].launches += KERNELS.get(name, 1)
-            self.done[-1].bytes += bytes_of(name, op, args, kwargs, result)
+            self.done[-1].bytes += bytes_of(name, args, kwargs, result)
         return result
 
     def _of_qtoolkit(self, name: str, op: Any, args: Any, kwargs: Any) -> Any:
@@ -85,11 +85,6 @@ class Work(TorchDispatchMode):
         self.done[-1].bytes += compiled().count_bytes(True)
         return result
 
-    def of(self, *names: str) -> Done:
-        """Return the sum over all calls of these ops."""
-        found = [each for each in self.done if each.op in names]
-        return Done("+".join(names), sum(each.launches for each in found), sum(each.bytes for each in found))
-
 
 def is_view(op: Any) -> bool:
     """Return whether an op returns the memory of an argument, or only reads what the host knows."""
@@ -97,7 +92,7 @@ def is_view(op: Any) -> bool:
     return all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def bytes_of(name: str, op: Any, args: Any, kwargs: Any, result: Any) -> int:
+def bytes_of(name: str, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes of the tensors that an op of torch reads and writes."""
     read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if name in OVERWRITES:

@@ -162,7 +162,7 @@ class _Merge:
                 self._copy(node, first)
                 continue
             self.others[node] = like
-            if like is not first:  # an op of the other mode may read it before those of this one
+            if like is not first:  # an op of the other mode may read it before the ops of this one
                 first.prepend(like)
 
     def _are_equal(self, *nodes: fx.Node) -> bool:
