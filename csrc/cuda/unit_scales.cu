@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kThreads) rescale_kernel(HeldVariance h, Facto
     for (int64_t i = threadIdx.x; i < u.scales; i += kThreads) take_own_factor<A>(u, i);
     return;
   }
-  const bool first = is_first<A>(u, 0);
-  const A now = magnitude_of_all<A>(u), before = first ? magnitude_of_all<A>(as_set(u)) : A(0);
+  const A before = is_first<A>(u, 0) ? magnitude_of_all<A>(as_set(u)) : A(0);
+  const A now = magnitude_of_all<A>(u);
   if (threadIdx.x == 0) take_factor(u, 0, now, before);
 }
 
