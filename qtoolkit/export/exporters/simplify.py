@@ -2,7 +2,8 @@
 
 This is what torch's `ONNXProgram.optimize` does, without the rules of onnxscript that change values: they take 1e-9 for 0 and
 1.000001 for 1 (so that zeros give NaN in x / (x.norm() + 1e-9)), lose the sum of `index_add`, and merge a ReLU and clips into
-one Clip, whose ends may have changed places.
+one Clip, whose ends may have changed places. The rule that makes a Split of two Slices is left out too: onnxscript walks the
+whole graph at each node for a pattern of two outputs, which is a quarter of the time of exporting a transformer of 36 blocks.
 """
 
 import onnx_ir
@@ -15,7 +16,7 @@ from onnxscript.rewriter.rules import common as rules
 NAMES = """
     one_reshape_matmul_reshape two_reshapes_matmul_reshape cast_constant_of_shape
     cast_constant_of_shape_without_value collapse_slice collapse_slice2 materialize_reshape_shape successive_relu
-    cast_cast no_op_cast no_op_expand flatten_to_reshape reshape_reshape slice_split no_op_transpose
+    cast_cast no_op_cast no_op_expand flatten_to_reshape reshape_reshape no_op_transpose
     transpose_transpose unsqueeze_unsqueeze squeeze_reshape_1d no_op_dynamic_scatter_nd dropout_inference
     normalize_pad_format_conv fuse_pad_into_conv fuse_batchnorm_into_conv fuse_batchnorm_into_conv_transpose
     fuse_batchnorm_into_gemm remove_optional_bias_from_conv remove_optional_bias_from_conv_transpose
