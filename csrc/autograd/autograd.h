@@ -19,6 +19,14 @@ inline void call_below(const c10::OperatorHandle& op, torch::jit::Stack* stack) 
   op.callBoxed(stack);
 }
 
+// The format in which a node returns the gradient of x, for the ops before, which are fastest, and fewer, with
+// gradients in the format of their results. None where x is in no format, as a transposed tensor: the gradient is as
+// the op returned it.
+inline std::optional<at::MemoryFormat> format_of_gradient(const at::Tensor& x) {
+  const at::MemoryFormat format = x.suggest_memory_format();
+  return x.is_contiguous(format) ? std::optional(format) : std::nullopt;
+}
+
 // Whether autograd needs the gradient in t. All autograd kernels ask here, so that no op returns a zero derivative for
 // a mode of differentiation that it does not support.
 inline bool is_differentiated(std::string_view op, const at::Tensor& t) {

@@ -146,7 +146,7 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     }
     data["numbers"] = c10::ivalue::Tuple::create(std::move(numbers));
     data["edges"] = call.edges;
-    data["x_format"] = x.suggest_memory_format();
+    data["x_format"] = format_of_gradient(x);
     ctx->set_materialize_grads(false);
     call_below(call.op, call.stack);
     const size_t count = call.op.schema().returns().size();
@@ -197,8 +197,8 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     for (size_t i = 0; i < edges.size(); ++i) {
       if (wanted[edges[i]]) result[i] = stack[edges[i]].toTensor();
     }
-    // The ops before are fastest, and fewer, with gradients in the format of their results.
-    if (wanted[0]) result[0] = result[0].contiguous(data["x_format"].toMemoryFormat());
+    const auto format = data["x_format"].toOptional<at::MemoryFormat>();
+    if (wanted[0] && format.has_value()) result[0] = result[0].contiguous(*format);
     return result;
   }
 };

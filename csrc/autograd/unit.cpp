@@ -48,7 +48,7 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
     // As one tuple: compiled autograd takes no objects.
     ctx->saved_data["numbers"] = c10::ivalue::Tuple::create(std::move(numbers));
     ctx->saved_data["places"] = call.places;
-    ctx->saved_data["x_format"] = call.unit.first().suggest_memory_format();
+    ctx->saved_data["x_format"] = format_of_gradient(call.unit.first());
     return y;
   }
 
@@ -79,8 +79,8 @@ struct UnitNode : torch::autograd::Function<UnitNode<U>> {
     for (size_t i = 0; i < places.size(); ++i) {
       if (wanted[places[i]]) result[i] = found.get(place[places[i]]);
     }
-    // The ops before are fastest, and fewer, with gradients in the format of their results.
-    if (wanted[0]) result[0] = result[0].contiguous(ctx->saved_data["x_format"].toMemoryFormat());
+    const auto format = ctx->saved_data["x_format"].toOptional<at::MemoryFormat>();
+    if (wanted[0] && format.has_value()) result[0] = result[0].contiguous(*format);
     return result;
   }
 };

@@ -351,6 +351,17 @@ void learned_gradients(at::ArrayRef<GradientOfSums> gradients) {
   }
 }
 
+template <class A>
+void scales_of_unit(const UnitScales& u) {
+  for (int64_t i = 0; i < largest_count(u); ++i) unit_scales_at<A>(u, i);
+  if (u.bias.result == nullptr) return;
+  const auto write = [&](auto type) {
+    auto* bias = static_cast<decltype(type)*>(u.bias.result);
+    for (int64_t i = 0; i < u.channels; ++i) bias[i] = unit_bias<A>(u, i);
+  };
+  u.bias.dtype == Dtype::bf16 ? write(c10::BFloat16()) : u.bias.dtype == Dtype::f16 ? write(c10::Half()) : write(A());
+}
+
 // The magnitude of the factor of all channels together.
 template <class A>
 A magnitude_of_all(const FactorChange& u) {
@@ -386,9 +397,7 @@ const DeviceKernels kDeviceKernels = {
     [](const PoolArgs& args, c10::Device) { max_pool_backward(args); },
     [](const WeightRows& args, c10::Device) { weight_forward(args); },
     [](const WeightRows& args, c10::Device) { weight_backward(args); },
-    [](const UnitScales& u, c10::Device) {
-      for (int64_t i = 0; i < largest_count(u); ++i) u.f64 ? unit_scales_at<double>(u, i) : unit_scales_at<float>(u, i);
-    },
+    [](const UnitScales& u, c10::Device) { u.f64 ? scales_of_unit<double>(u) : scales_of_unit<float>(u); },
     [](const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device) {
       learned_gradients(before);
       for (int64_t i = 0; i < largest_count(u); ++i) {

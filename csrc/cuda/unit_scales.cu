@@ -10,7 +10,13 @@ namespace {
 
 template <class A>
 __global__ void __launch_bounds__(kThreads) unit_scales_kernel(UnitScales u) {
-  unit_scales_at<A>(u, int64_t{kThreads} * blockIdx.x + threadIdx.x);
+  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
+  unit_scales_at<A>(u, i);
+  if (u.bias.result == nullptr || i >= u.channels) return;
+  with_type<A, Kind::values>(u.bias.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    static_cast<T*>(u.bias.result)[i] = from_arithmetic<T>(unit_bias<A>(u, i));
+  });
 }
 
 template <class A>

@@ -11,6 +11,8 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <numeric>
+
 #include "../call_op.h"
 #include "../quantize/elementwise.h"
 #include "../registration.h"
@@ -116,6 +118,14 @@ Tensor rebuilt(const Layer& l, c10::SymIntArrayRef size, at::ScalarType x_dtype,
   return is_image ? x.contiguous(format) : x;
 }
 
+// The gradient of a bias, in a type: a GPU's sum of 16-bit values is of that type at once.
+Tensor sum_of_channels(const Tensor& dy, const Geometry& g, at::ScalarType type) {
+  std::vector<int64_t> others(dy.dim());
+  std::iota(others.begin(), others.end(), 0);
+  others.erase(g.is_linear() ? others.end() - 1 : others.begin() + 1);
+  return dy.sum(others, /*keepdim=*/false, type);
+}
+
 template <class T>
 void gather(const T* rows, int64_t size, at::ArrayRef<int64_t> places, T* result, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -211,7 +221,12 @@ GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef si
   const Tensor dy = is_last ? grad.contiguous(at::MemoryFormat::ChannelsLast) : grad;
   const auto format = is_last ? at::MemoryFormat::ChannelsLast : l.weight.suggest_memory_format();
   const Tensor weight = fake_quant_weight(l, l.geometry, format, grad.scalar_type(), Lifetime::call);
-  auto [dx, dweight, dbias] = layer_backward(dy, x, weight, l.geometry, {wanted[0], in_weight && !in_part, wanted[5]});
+  // On a processor oneDNN computes those of weight and bias together.
+  const bool sums_bias = wanted[5] && on(grad.device()).on_gpu;
+  auto [dx, dweight, dbias] =
+      layer_backward(dy, x, weight, l.geometry, {wanted[0], in_weight && !in_part, wanted[5] && !sums_bias});
+  const at::ScalarType of_bias = l.weight.scalar_type();
+  if (wanted[5]) dbias = sums_bias ? sum_of_channels(dy, l.geometry, of_bias) : as_type(dbias, of_bias);
   if (in_part) dweight = gradient_of_updated(dy, x, weight, l);
   WeightGradients w;
   if (in_weight) {

@@ -57,6 +57,16 @@ void LearnedSums::write_gradient(int64_t row, double factor, const Tensor* sign,
           GradientOfSums{sum.const_data_ptr<double>(), factor, sign == nullptr ? Tensor() : *sign, result});
 }
 
+void LearnedSums::write_gradients(double factor, const Tensor& scale, const Tensor& of_scale,
+                                  const Tensor& of_zero_point, LaterGradients* later) const {
+  std::array<Tensor, 2> rows;
+  for (int64_t row = 0; row < 2; ++row) rows[row] = from_memory_order(sums_.select(0, row), dx_, axis_);
+  c10::SmallVector<GradientOfSums, 2> all = {{rows[0].const_data_ptr<double>(), factor, scale, of_scale}};
+  if (of_zero_point.numel() > 0) all.push_back({rows[1].const_data_ptr<double>(), factor, {}, of_zero_point});
+  qtoolkit::write_gradients(all, rows[0], later);
+  if (later != nullptr) later->sums.push_back(rows[1]);
+}
+
 void LearnedSums::write_total(int64_t row, double factor, const Tensor* sign, const Tensor& result) const {
   const Tensor sum = sums_.select(0, row).sum();
   on(sum.device())

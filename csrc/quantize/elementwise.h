@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <tuple>
 
 #include "../launch.h"
 
@@ -34,6 +35,13 @@ at::Tensor codes_of_grid(const char* op, const at::Tensor& y, int64_t qmin, int6
 FakeQuantized fake_quantized(const at::Tensor& x, const at::Tensor& scale, const std::optional<at::Tensor>& zero_point,
                              int64_t qmin, int64_t qmax, bool with_mask, bool with_codes);
 
+// The gradients of x, of a learned scale and of its zero point, which is empty without one. Those of the grid are
+// written now, or later if somebody collects them.
+using LearnedGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+LearnedGradients fake_quantized_backward(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& scale,
+                                         const std::optional<at::Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                                         double grad_factor, LaterGradients* later);
+
 // Writes dx by a kernel of QT_LEARNED_KERNELS, and keeps the sums of each channel. grad may be dx itself.
 class LearnedSums {
  public:
@@ -42,6 +50,10 @@ class LearnedSums {
 
   // Writes the gradient of the scale (row 0) or of the zero point (row 1); `sign` is as in learned_gradient().
   void write_gradient(int64_t row, double factor, const at::Tensor* sign, const at::Tensor& result) const;
+
+  // Writes the gradients of a scale and, unless it is empty, of a zero point of an integer grid, now or later.
+  void write_gradients(double factor, const at::Tensor& scale, const at::Tensor& of_scale,
+                       const at::Tensor& of_zero_point, LaterGradients* later) const;
 
   // Writes the gradient of one element that all channels share.
   void write_total(int64_t row, double factor, const at::Tensor* sign, const at::Tensor& result) const;

@@ -140,10 +140,10 @@ Tensor fake_quant_backward(const Tensor& grad, const Tensor& mask, at::IntArrayR
   return dx;
 }
 
-std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
-                                                               const optional<Tensor>& zero_point, int64_t qmin,
-                                                               int64_t qmax, optional<int64_t> axis, int64_t group,
-                                                               int64_t block_size, double grad_factor) {
+LearnedGradients learned_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
+                                  const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                                  optional<int64_t> axis, int64_t group, int64_t block_size, double grad_factor,
+                                  LaterGradients* later) {
   constexpr const char* kOp = "fake_quant_learned_backward";
   check_float(kOp, "x", x);
   check_float(kOp, "grad", grad);
@@ -157,9 +157,15 @@ std::tuple<Tensor, Tensor, Tensor> fake_quant_learned_backward(const Tensor& gra
   KernelArgs args;
   args.bounds = representable(qmin, qmax, x);
   const LearnedSums sums(KernelId::fake_quant_learned_backward, args, dx, grad, x, scale, zero_point, a);
-  sums.write_gradient(0, grad_factor, &scale, ds);
-  if (zero_point.has_value()) sums.write_gradient(1, grad_factor, nullptr, dz);
+  sums.write_gradients(grad_factor, scale, ds, dz, later);
   return {dx, ds, dz};
+}
+
+LearnedGradients fake_quant_learned_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
+                                             const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                                             optional<int64_t> axis, int64_t group, int64_t block_size,
+                                             double grad_factor) {
+  return learned_backward(grad, x, scale, zero_point, qmin, qmax, axis, group, block_size, grad_factor, nullptr);
 }
 
 // ---- pytorch-quantization ---------------------------------------------------------------------------------------
@@ -250,6 +256,12 @@ FakeQuantized fake_quantized(const Tensor& x, const Tensor& scale, const optiona
   if (with_codes) codes = codes_of_grid(kOp, y, qmin, qmax);
   fake_quant_onto(y, mask, x, scale, zero_point, qmin, qmax, a, codes);
   return {y, mask, codes};
+}
+
+LearnedGradients fake_quantized_backward(const Tensor& grad, const Tensor& x, const Tensor& scale,
+                                         const optional<Tensor>& zero_point, int64_t qmin, int64_t qmax,
+                                         double grad_factor, LaterGradients* later) {
+  return learned_backward(grad, x, scale, zero_point, qmin, qmax, std::nullopt, 1, 0, grad_factor, later);
 }
 
 QT_REGISTER_BODIES(m) {

@@ -102,8 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fake_quant_shaped_backward(
   const Tensor dx = empty_result(x, x.options(), group), ds = like(scale), dz = like(zero_point), dk = like(steepness);
   if (dx.is_meta()) return {dx, ds, dz, dk};
   const LearnedSums sums(given.shape.backward, given.args, dx, grad, x, scale, zero_point, given.axis);
-  sums.write_gradient(0, 1, &scale, ds);
-  if (zero_point) sums.write_gradient(1, 1, nullptr, dz);
+  sums.write_gradients(1, scale, ds, dz, nullptr);
   if (steepness) {
     given.args.fractional = true;
     const LearnedSums soft(KernelId::soft_backward, given.args, dx, dx, x, scale, steepness, given.axis);

@@ -118,6 +118,7 @@ struct Weights {
   Tensor weights;
   Tensor softmax;                             // of them, if it is kept
   Tensor of_scores, of_scale, of_zero_point;  // gradients, in backward
+  LaterGradients later;                       // those of the grid
 };
 
 ScoreRows rows_of(const Tensor& t) { return {t.mutable_data_ptr(), t.size(2), dtype_of(t)}; }
@@ -152,7 +153,7 @@ Weights by_kernel(const Attention& a, const Tensor& scores, const optional<Tenso
   if (result.of_zero_point.defined()) {
     gradients.push_back({args.sums + 1, a.weights.grad_factor, {}, result.of_zero_point});
   }
-  on(device).learned_gradients(gradients);
+  write_gradients(gradients, sums, &result.later);
   return result;
 }
 
@@ -162,7 +163,9 @@ Weights by_ops(const Attention& a, const Tensor& softmax, const optional<Tensor>
   Weights result = {q.y.to(a.dtype), softmax};
   if (!grad.defined()) return result;
   QuantizedGradients behind = {grad.to(softmax.scalar_type()), {}, {}};
-  if (scale.has_value()) behind = quantize_output_backward(behind.z, softmax, q.mask, {}, a.weights, *scale);
+  if (scale.has_value()) {
+    behind = quantize_output_backward(behind.z, softmax, q.mask, {}, a.weights, *scale, result.later);
+  }
   result.of_scores = at::_softmax_backward_data(behind.z, softmax, -1, softmax.scalar_type()).to(a.dtype);
   result.of_scale = behind.scale;
   result.of_zero_point = behind.zero_point;
@@ -211,7 +214,7 @@ void attention_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* sta
   const optional<Tensor>& scale = a.weights_scale;
   const Matrices m(a);
   const Tensor dy = matrices(grad.to(a.dtype)), of_weights = at::bmm(dy, m.v.transpose(1, 2));
-  const Weights w = a.keeps_softmax ? by_ops(a, *a.softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
+  Weights w = a.keeps_softmax ? by_ops(a, *a.softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
 
   ForGradients<Tensor> gradients;
   if (wanted[GradientOf::x]) gradients[GradientOf::x] = shaped_as(at::bmm(w.of_scores, m.k), grad);
@@ -225,7 +228,8 @@ void attention_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* sta
     gradients[GradientOf::v] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
   }
   const PartGradients of_parts = gradients_of_parts(
-      parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[GradientOf::y_start], wanted[GradientOf::y_ratio]});
+      parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[GradientOf::y_start], wanted[GradientOf::y_ratio]}, {},
+      std::move(w.later));
   gradients[GradientOf::y_start] = of_parts.y_start;
   gradients[GradientOf::y_ratio] = of_parts.y_ratio;
   gradients[GradientOf::y_zero_point] = w.of_zero_point;

@@ -326,7 +326,7 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
     // In the type of x, from which y may have been rounded.
     if (x.has_value()) grad = as_type(grad, x->scalar_type());
     const optional<Tensor> z = output.learned ? optional<Tensor>(value_of(function, *x).result) : std::nullopt;
-    behind = quantize_output_backward(grad, z, mask, order, output, y_scale);
+    behind = quantize_output_backward(grad, z, mask, order, output, y_scale, later);
     through(function, behind.z, x.value_or(grad), saved, wanted, gradients);
   }
   const PartGradients of_parts = gradients_of_parts(

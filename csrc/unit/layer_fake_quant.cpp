@@ -15,6 +15,7 @@ void layer_fake_quant(const c10::OperatorHandle& /*op*/, Stack* stack) {
   LayerUnit u = *torch::jit::peek(*stack, 0, 2).toCustomClass<LayerUnit>();
   const WithoutAutocast guard;
   check_per_output(LayerUnit::kOp, "bias", u.bias.bias, output_channels(u.layer.weight, u.layer.geometry), u.x);
+  u.bias.dtype = u.bias_dtype();
   const Scales scales =
       make_scales({LayerUnit::kOp, nullptr, &u.layer, &u.weight, &u.output.trained}, u.followed, u.bias);
   u.layer.scale = scales.scale;
@@ -36,11 +37,11 @@ void layer_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* stack) 
   check_parts(parts, layer.scale.sym_numel());
   const WithoutAutocast guard;
   QuantizedGradients behind = {grad, {}, {}};
+  LaterGradients later;
   if (u.y_scale.has_value()) {
-    behind = quantize_output_backward(grad, u.kept, given.kept("kept", u.kept), u.order, u.output, *u.y_scale);
+    behind = quantize_output_backward(grad, u.kept, given.kept("kept", u.kept), u.order, u.output, *u.y_scale, later);
   }
   const bool of_scale = wanted[G::start] || wanted[G::ratio];
-  LaterGradients later;
   const GradientsOfLayer in_layer = quant_layer_backward(behind.z, u.size, layer, u.x_dtype,
                                                          {wanted[G::x], wanted[G::weight], /*factor=*/false, of_scale,
                                                           wanted[G::zero_point], wanted[G::bias], wanted[G::raw_scale]},

@@ -48,6 +48,7 @@ void unit(const c10::OperatorHandle& /*op*/, Stack* stack) {
   TORCH_CHECK_VALUE(u.running_mean.has_value() == u.running_var.has_value(),
                     "unit: running_mean and running_var belong together; pass both, or neither.");
   const WithoutAutocast guard;
+  u.bias.dtype = u.bias_dtype();
   const GivenBias in_layer = norm.is_frozen() ? u.bias : GivenBias{};
   check_per_output("unit", "bias", in_layer.bias, output_channels(u.layer.weight, u.layer.geometry), u.x);
   Scales scales = make_scales({"unit", &norm, &u.layer, &u.weight, &u.output.trained}, u.followed, in_layer);
@@ -129,7 +130,7 @@ void unit_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
   } else if (const Epilogue epilogue = epilogue_of(f, output, y_scale); quantizes_alone(epilogue)) {
     if (y_scale.has_value()) {
       const Tensor& kept = given.kept("undivided", u.undivided);
-      const QuantizedGradients q = quantize_output_backward(grad, kept, kept, u.order, output, *y_scale);
+      const QuantizedGradients q = quantize_output_backward(grad, kept, kept, u.order, output, *y_scale, later);
       behind = {q.z, {}, {}, {}, {}, q.scale, q.zero_point};
     }
   } else {

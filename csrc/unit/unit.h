@@ -76,6 +76,11 @@ struct UnitOfLayer : Unit {
     return channels_last ? std::optional(at::MemoryFormat::ChannelsLast) : std::nullopt;
   }
 
+  // The type in which the layer adds its bias; integer arithmetic converts it itself.
+  std::optional<at::ScalarType> bias_dtype() const {
+    return layer.integer ? std::nullopt : std::optional(dtype.value_or(x.scalar_type()));
+  }
+
   // `bias_kept` is whether backward needs the bias. Nobody changes the grid of the input before backward.
   template <class Visit>
   void layer_tensors(Visit& visit, Keeps bias_kept) {

@@ -160,16 +160,20 @@ optional<Tensor> bias_by_ops(const UnitParts& p, const GivenBias& given, const S
 // Lets a launch make what the layer adds, if there is something to make and it can.
 bool add_bias(UnitScales& u, const UnitParts& p, const GivenBias& given, const Small& s, Scales& result) {
   const bool folds = is_frozen(p);
-  if (!folds && !(given.on_grid && given.bias.has_value())) return false;
+  const bool narrow = given.dtype == at::kBFloat16 || given.dtype == at::kHalf;
+  const bool converts = narrow && given.bias.has_value();
+  if (!folds && !converts && !(given.on_grid && given.bias.has_value())) return false;
   const Layer& l = *p.layer;
   const optional<Tensor> none, mean = folds ? p.norm->frozen_mean : none, beta = folds ? p.norm->beta : none;
   const optional<Tensor> x_scale = given.on_grid ? optional<Tensor>(l.x_scale) : none;
   const int64_t channels = output_channels(l.weight, l.geometry).expect_int(), scales = s.weight.start->numel();
   if (given.on_grid && scales != 1 && scales != channels) return false;
   if (!is_one_launch({&s.variance, &s.weight.start, &given.bias, &mean, &beta, &x_scale})) return false;
-  result.bias = empty_as(folds ? *mean : *given.bias);
+  const Tensor& like = folds ? *mean : *given.bias;
+  result.bias = empty_as(like, narrow && !u.f64 ? like.options().dtype(*given.dtype) : like.options());
   u.channels = channels;
-  u.bias = {data(given.bias), data(mean), data(beta), data(x_scale), result.bias->mutable_data_ptr()};
+  u.bias = {data(given.bias),      data(mean), data(beta), data(x_scale), result.bias->mutable_data_ptr(),
+            dtype_of(*result.bias)};
   return true;
 }
 
@@ -331,15 +335,12 @@ QuantizedTensor quantize_output(const Tensor& z, const OutputQuantizer& q, const
 }
 
 QuantizedGradients quantize_output_backward(const Tensor& grad, const optional<Tensor>& z, const Tensor& mask,
-                                            at::IntArrayRef order, const OutputQuantizer& q, const Tensor& y_scale) {
+                                            at::IntArrayRef order, const OutputQuantizer& q, const Tensor& y_scale,
+                                            LaterGradients& later) {
   if (!q.learned) return {backward_op(grad, mask, order), {}, {}};
   TORCH_CHECK_VALUE(z.has_value(), "a learned grid requires the values before they were quantized, got None.");
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&,
-                                                 int64_t, int64_t, optional<int64_t>, int64_t, int64_t, double)>(
-          "qtoolkit::fake_quant_learned_backward");
   const auto [dz, dscale, dzero_point] =
-      op.call(grad, *z, y_scale, q.zero_point, q.qmin, q.qmax, std::nullopt, 1, 0, q.grad_factor);
+      fake_quantized_backward(grad, *z, y_scale, q.zero_point, q.qmin, q.qmax, q.grad_factor, &later);
   return {dz, dscale, q.zero_point.has_value() ? dzero_point : Tensor()};
 }
 

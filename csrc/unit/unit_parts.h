@@ -89,6 +89,7 @@ void check_parts(const UnitParts& parts, const c10::SymInt& scales);
 struct GivenBias {
   std::optional<at::Tensor> bias;
   bool on_grid;
+  std::optional<at::ScalarType> dtype = {};  // in which the layer adds it, if it does not convert it itself
 };
 
 // The factor of a batch norm, the scales of weight and output, and what the layer adds to its sums: its bias, and with
@@ -137,14 +138,15 @@ struct QuantizedTensor {
 QuantizedTensor quantize_output(const at::Tensor& z, const OutputQuantizer& q,
                                 const std::optional<at::Tensor>& y_scale);
 
-// The gradients of z, of the scale and of the zero point, from z or from the mask and the memory order of y.
+// The gradients of z, of the scale and of the zero point, from z or from the mask and the memory order of y. Those of
+// the grid are among the `later` ones.
 struct QuantizedGradients {
   at::Tensor z, scale, zero_point;
 };
 
 QuantizedGradients quantize_output_backward(const at::Tensor& grad, const std::optional<at::Tensor>& z,
                                             const at::Tensor& mask, at::IntArrayRef order, const OutputQuantizer& q,
-                                            const at::Tensor& y_scale);
+                                            const at::Tensor& y_scale, LaterGradients& later);
 
 // Counts a change of a tensor: below autograd nobody else does.
 void note_change(const at::Tensor& t);

@@ -31,6 +31,7 @@ struct FollowedScale {
 struct UnitBias {
   const void *bias = nullptr, *mean = nullptr, *beta = nullptr, *x_scale = nullptr;
   void* result = nullptr;
+  Dtype dtype = Dtype::f32;  // of the result: a layer in a 16-bit type adds such a bias
 };
 
 struct UnitScales {
@@ -180,14 +181,13 @@ QT_FN A bias_on_grid(A bias, A step) {
   return value_of(point.code, usable_scale(wide), A(0));
 }
 
+// For which the device has a store in each type. After the scales: those that follow a weight are set then.
 template <class A>
-QT_FN void unit_bias(const UnitScales& u, int64_t i) {
-  A bias = folded_bias<A>(u, i);
-  if (u.bias.x_scale != nullptr) {
-    const A scale = trained_scale_at<A>(u.weight, u.weight.count == 1 ? 0 : i);  // of one that follows: set just now
-    bias = bias_on_grid(bias, *of<A>(u.bias.x_scale) * scale);
-  }
-  static_cast<A*>(u.bias.result)[i] = bias;
+QT_FN A unit_bias(const UnitScales& u, int64_t i) {
+  const A bias = folded_bias<A>(u, i);
+  if (u.bias.x_scale == nullptr) return bias;
+  const A scale = trained_scale_at<A>(u.weight, u.weight.count == 1 ? 0 : i);
+  return bias_on_grid(bias, *of<A>(u.bias.x_scale) * scale);
 }
 
 template <class A>
@@ -195,7 +195,6 @@ QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   if (i < u.channels) {
     if (u.variance != nullptr) static_cast<A*>(u.factor)[i] = weight_factor<A>(u, i);
     if (u.followed.low != nullptr) followed_scale<A>(u, i);
-    if (u.bias.result != nullptr) unit_bias<A>(u, i);
   }
   trained_scale<A>(u.weight, i);
   trained_scale<A>(u.output, i);

@@ -23,6 +23,7 @@ from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.epilogue import Rearrangement, epilogue_of, max_pool, max_pool2d
 from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit
 from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module
+from qtoolkit.graph.program.views import PermutedParts, unbind_permuted
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.model_inputs import leaves
 from qtoolkit.nn.output_grid import Function
@@ -63,11 +64,13 @@ class UnitWriter(Writer):
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
+        self.permuted = self._permuted()
+        self.inner |= {parts.permute for parts in self.permuted.values()}
         others = list(filter(self._is_other, self.order))
         self.takers = {*layers, *joined, *others}  # the nodes whose ops take their inputs as integers
         self.run: fx.Node | None = None  # the present run, which the forward asks for before its first unit
         # whether the written code differs from the nodes of the model's graph
-        self.changed = bool(self.chains or self.units or others)
+        self.changed = bool(self.chains or self.units or others or self.permuted)
 
     def _runs_at_the_end(self, layer: fx.Node, chain: Chain) -> bool:
         """Return whether the layer of a chain may run where the chain ends: no op in between changes its input in place."""
@@ -97,10 +100,19 @@ class UnitWriter(Writer):
     def _joined(self, quantizer: fx.Node, taken: Collection[fx.Node]) -> fx.Node | None:
         """Return the op before a quantizer that is computed with it."""
         before = quantizer.args[0]
-        if not isinstance(before, fx.Node) or before in taken or before in self.results or before not in self.order:
+        if not isinstance(before, fx.Node) or before in taken:
             return None
         joins = is_weighted_call(before) or _function(before) is not None
-        return before if joins and len(before.users) == 1 and self._nothing_between(before, quantizer) else None
+        return before if joins and self._reads_alone(quantizer, before) else None
+
+    def _permuted(self) -> dict[fx.Node, PermutedParts]:
+        """Return the nodes that take a permuted tensor apart, which nothing else reads."""
+        found = {node: parts for node in self.order if (parts := PermutedParts.of(node)) is not None}
+        return {node: parts for node, parts in found.items() if self._reads_alone(node, parts.permute)}
+
+    def _reads_alone(self, node: fx.Node, source: fx.Node) -> bool:
+        here = source in self.order and source not in self.results
+        return here and len(source.users) == 1 and self._nothing_between(source, node)
 
     def pairs(self) -> list[FunctionPair]:
         """Return the functions that run with the quantizers after them."""
@@ -120,9 +132,15 @@ class UnitWriter(Writer):
             self._write_unit_of(node, self.units[node])
         elif self._is_other(node):
             self._write_other(node)
+        elif node in self.permuted:
+            self._write_parts(node, self.permuted[node])
         elif node not in self.inner:
             super()._write_node(node)
             self._rearrange_codes(node)
+
+    def _write_parts(self, node: fx.Node, parts: PermutedParts) -> None:
+        args = (self._value(parts.source), parts.dims, parts.dim)
+        self.written[node] = self.graph.create_node("call_function", unbind_permuted, args, name=node.name)
 
     def _write_chain(self, chain: Chain) -> None:
         """Write one call that replaces the nodes of a chain, where its last node was."""

@@ -104,7 +104,10 @@ class FollowedScale(ctypes.Structure):
 class UnitBias(ctypes.Structure):
     """`UnitBias` of unit_scales.h."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("bias", "mean", "beta", "x_scale", "result"))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("bias", "mean", "beta", "x_scale", "result")),
+        ("dtype", ctypes.c_int8),
+    )
 
 
 class UnitScales(ctypes.Structure):
