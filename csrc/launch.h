@@ -77,6 +77,10 @@ struct DeviceKernels {
   // Writes the grids that cover ranges to scale and (if not null) zero point; all are contiguous and of one dtype.
   void (*grid_of_ranges)(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes);
 
+  // Counts a step if the clock has moved, and gives the grid the ranges then if it is among the first ones.
+  void (*take_ranges)(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
+                      const StepsSeen& seen);
+
   // Writes up to eight gradients, all on one device.
   void (*learned_gradients)(at::ArrayRef<GradientOfSums> gradients);
 

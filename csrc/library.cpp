@@ -413,6 +413,13 @@ TORCH_LIBRARY(qtoolkit, m) {
       "grid_of_range(Tensor lo, Tensor hi, int qmin, int qmax, bool symmetric=True, bool pow2_scale=False) "
       "-> (Tensor, Tensor)");
 
+  // Counts a step where the clock has moved: `count` has the clock's last value and the number of steps. In the first
+  // `steps` of them, writes grid_of_range to scale and zero_point (symmetric without a zero point), except for channels
+  // without a range.
+  m.def(
+      "take_range_(Tensor lo, Tensor hi, Tensor(a!) scale, Tensor(b!)? zero_point, Tensor(c!) count, Tensor clock, "
+      "int qmin, int qmax, int steps, bool pow2_scale=False) -> ()");
+
   // Adds x to the running histogram counts (int64, an even number of equal bins) of the range [lo, hi], which is
   // widened as needed; see histogram.h. Per channel: counts has a row for each. hi <= lo: no values yet. NaN, an
   // infinity or a magnitude of 2^126 or more makes lo and hi NaN, and later values are not counted.

@@ -94,4 +94,30 @@ struct Ends {
   QT_METHOD Range<A> operator()(int64_t i) const { return {lo[i], hi[i]}; }
 };
 
+// The steps of a training that a grid has seen: what the clock showed at its last forward, and how many there were.
+// In the first `most` of them, the grid takes the range.
+struct StepsSeen {
+  int64_t *taken = nullptr, *steps = nullptr;
+  const int64_t* clock = nullptr;
+  int64_t most = 0;
+
+  // Whether a step begins, and the grid takes the range.
+  QT_METHOD bool takes() const { return *clock != *taken && *steps < most; }
+  QT_METHOD void note() const {
+    *steps += *clock != *taken;
+    *taken = *clock;
+  }
+};
+
+// Gives a grid the range that was seen, if there is one.
+template <class A>
+QT_FN void take_range(const Ends<A>& ranges, int64_t i, int64_t count, const CodeRange& codes, A* scale,
+                      A* zero_point) {
+  const Range<A> range = ranges(i);
+  if (!(range.lo <= range.hi)) return;
+  const RangeGrid<A> grid = covering_grid<A>(ranges, i, count, codes);
+  scale[i] = grid.scale;
+  if (zero_point != nullptr) zero_point[i] = grid.zero_point;
+}
+
 }  // namespace qtoolkit

@@ -2,12 +2,15 @@
 
 import copy
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import qtoolkit as qt
 from qtoolkit.graph.capture import trace
@@ -167,7 +170,30 @@ def test_gradients_with_quantizers_off_are_those_of_the_float_model() -> None:
     model(x).square().sum().backward()
     ours = dict(prepared.named_parameters())
     for name, theirs in model.named_parameters():
-        torch.testing.assert_close(ours[name].grad, theirs.grad, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(ours[name].grad, theirs.grad, rtol=1e-4, atol=2e-5)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of the results of ops, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = Counter[tuple[str, tuple[int, ...]]]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        self.of.update((op.__name__, tuple(t.shape)) for t in tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+
+def test_with_quantizers_off_no_weight_is_multiplied_by_a_factor() -> None:
+    prepared = qt.prepare(nets.trained(nets.ConvNet(), *SHAPE), backend="tensorrt10")
+    with qt.disable_quantization(prepared), Shapes() as shapes:
+        prepared(torch.randn(SHAPE)).sum().backward()
+    weights = {tuple(p.shape) for p in prepared.parameters() if p.dim() == 4}
+    found = {(op, shape) for op, shape in shapes.of if shape in weights and op.startswith("mul")}
+    assert weights
+    assert not found
 
 
 def test_a_zero_gamma_gives_no_nan() -> None:

@@ -283,7 +283,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
 TORCH_LIBRARY_IMPL(qtoolkit, CompositeExplicitAutograd, m) { m.impl("snapshot", snapshot); }
 
 TORCH_LIBRARY_IMPL(qtoolkit, ADInplaceOrView, m) {
-  for (const char* name : {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_",
+  for (const char* name : {"fake_quant_", "observe_fake_quant", "observe_minmax_", "observe_histogram_", "take_range_",
                            "batch_norm_track_", "batch_norm_rescale_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
   }

@@ -336,6 +336,21 @@ void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensor
   return lo.scalar_type() == at::kDouble ? grids<double>(lo, hi, grid, codes) : grids<float>(lo, hi, grid, codes);
 }
 
+template <class A>
+void take_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
+  const Ends<A> ranges = {lo.const_data_ptr<A>(), hi.const_data_ptr<A>()};
+  A* scale = grid.scale->mutable_data_ptr<A>();
+  A* zero_point = grid.zero_point == nullptr ? nullptr : grid.zero_point->mutable_data_ptr<A>();
+  for (int64_t c = 0; c < lo.numel(); ++c) take_range(ranges, c, lo.numel(), codes, scale, zero_point);
+}
+
+void take_ranges_of_step(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
+                         const StepsSeen& seen) {
+  const auto take = lo.scalar_type() == at::kDouble ? take_ranges<double> : take_ranges<float>;
+  if (seen.takes()) take(lo, hi, grid, codes);
+  seen.note();
+}
+
 void learned_gradients(at::ArrayRef<GradientOfSums> gradients) {
   for (const GradientOfSums& g : gradients) {
     if (g.gradient.numel() == 0) continue;
@@ -389,6 +404,7 @@ const DeviceKernels kDeviceKernels = {
     launch,
     blend_ranges,
     grid_of_ranges,
+    take_ranges_of_step,
     learned_gradients,
     [](BatchNormArgs& args, c10::Device) { batch_norm_forward(args); },
     [](BatchNormArgs& args, c10::Device) { batch_norm_backward(args); },

@@ -46,6 +46,11 @@ template <class A>
 void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& codes, A* scale, A* zero_point,
                     cudaStream_t stream);
 
+// As launch.h says; zero_point may be null.
+template <class A>
+void take_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& codes, A* scale, A* zero_point,
+                 const StepsSeen& seen, cudaStream_t stream);
+
 // learned_gradient of fake_quant.h for `count` sums; scale (may be null) and gradient are of type `dtype`.
 struct GradientsOfSums {
   const double* sums;

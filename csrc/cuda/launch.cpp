@@ -109,6 +109,14 @@ void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, 
                     grid.scale->mutable_data_ptr<A>(), zero_point, stream);
 }
 
+template <class A>
+void take_ranges_of_step(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
+                         const StepsSeen& seen, cudaStream_t stream) {
+  A* zero_point = grid.zero_point == nullptr ? nullptr : grid.zero_point->mutable_data_ptr<A>();
+  take_ranges<A>(lo.const_data_ptr<A>(), hi.const_data_ptr<A>(), lo.numel(), codes, grid.scale->mutable_data_ptr<A>(),
+                 zero_point, seen, stream);
+}
+
 void with_workspace(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t), const BatchNormArgs& args,
                     c10::Device device) {
   on_stream(device, [&](cudaStream_t stream) {
@@ -174,6 +182,11 @@ const DeviceKernels kDeviceKernels = {
     [](const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
       const auto covers = lo.scalar_type() == at::kDouble ? grids<double> : grids<float>;
       on_stream(lo.device(), [&](cudaStream_t stream) { covers(lo, hi, grid, codes, stream); });
+    },
+    [](const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
+       const StepsSeen& seen) {
+      const auto takes = lo.scalar_type() == at::kDouble ? take_ranges_of_step<double> : take_ranges_of_step<float>;
+      on_stream(lo.device(), [&](cudaStream_t stream) { takes(lo, hi, grid, codes, seen, stream); });
     },
     gradients_of_sums,
     [](BatchNormArgs& args, c10::Device device) { with_workspace(batch_norm_forward, args, device); },

@@ -60,6 +60,17 @@ __global__ void __launch_bounds__(kThreads)
   if (zero_point != nullptr) zero_point[i] = grid.zero_point;
 }
 
+// In one block, whose threads all see whether the clock has moved before one of them notes it.
+template <class A>
+__global__ void __launch_bounds__(kThreads)
+    take_ranges_kernel(Ends<A> ranges, int64_t count, CodeRange codes, A* scale, A* zero_point, StepsSeen seen) {
+  if (seen.takes()) {
+    for (int64_t i = threadIdx.x; i < count; i += kThreads) take_range(ranges, i, count, codes, scale, zero_point);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) seen.note();
+}
+
 }  // namespace
 
 void minmax(const KernelArgs& args, double* workspace, cudaStream_t stream) {
@@ -81,6 +92,16 @@ void grid_of_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& co
   launch_each(grid_kernel<A>, count, stream, lo, hi, count, codes, scale, zero_point);
 }
 
+template <class A>
+void take_ranges(const A* lo, const A* hi, int64_t count, const CodeRange& codes, A* scale, A* zero_point,
+                 const StepsSeen& seen, cudaStream_t stream) {
+  take_ranges_kernel<A><<<1, kThreads, 0, stream>>>(Ends<A>{lo, hi}, count, codes, scale, zero_point, seen);
+}
+
+template void take_ranges(const float*, const float*, int64_t, const CodeRange&, float*, float*, const StepsSeen&,
+                          cudaStream_t);
+template void take_ranges(const double*, const double*, int64_t, const CodeRange&, double*, double*, const StepsSeen&,
+                          cudaStream_t);
 template void grid_of_ranges(const float*, const float*, int64_t, const CodeRange&, float*, float*, cudaStream_t);
 template void grid_of_ranges(const double*, const double*, int64_t, const CodeRange&, double*, double*, cudaStream_t);
 template void blend_ranges(float*, float*, const double*, const double*, int64_t, bool, float, int64_t*, cudaStream_t);

@@ -57,7 +57,7 @@ void observe_minmax_(const Tensor& x, Tensor& lo, Tensor& hi, optional<double> m
 
 std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int64_t qmin, int64_t qmax, bool symmetric,
                                          bool pow2_scale) {
-  check_grid_of_range(lo, hi, qmin, qmax, symmetric);
+  check_grid_of_range("grid_of_range", lo, hi, qmin, qmax, symmetric);
   const auto empty = [&] { return at::empty_symint(lo.sym_sizes(), lo.options()); };
   const Tensor scale = empty(), zero_point = symmetric ? at::empty({0}, lo.options()) : empty();
   if (scale.is_meta()) return {scale, zero_point};
@@ -66,12 +66,28 @@ std::tuple<Tensor, Tensor> grid_of_range(const Tensor& lo, const Tensor& hi, int
   return {scale, zero_point};
 }
 
+void take_range_(const Tensor& lo, const Tensor& hi, Tensor& scale, const optional<Tensor>& zero_point, Tensor& count,
+                 const Tensor& clock, int64_t qmin, int64_t qmax, int64_t steps, bool pow2_scale) {
+  constexpr const char* kOp = "take_range_";
+  const bool symmetric = !zero_point.has_value();
+  check_grid_of_range(kOp, lo, hi, qmin, qmax, symmetric);
+  check_written(kOp, "scale", scale, lo);
+  if (!symmetric) check_written(kOp, "zero_point", *zero_point, lo);
+  check_steps_seen(kOp, count, clock, lo);
+  if (lo.is_meta()) return;
+  const CodeRange codes = {static_cast<double>(qmin), static_cast<double>(qmax), symmetric, pow2_scale};
+  int64_t* of_count = count.mutable_data_ptr<int64_t>();
+  const StepsSeen seen = {of_count, of_count + 1, clock.const_data_ptr<int64_t>(), steps};
+  on(lo.device()).take_ranges(lo.contiguous(), hi.contiguous(), {&scale, pointer(zero_point)}, codes, seen);
+}
+
 }  // namespace
 
 QT_REGISTER_BODIES(m) {
   m.impl("minmax", minmax);
   m.impl("observe_minmax_", observe_minmax_);
   m.impl("grid_of_range", grid_of_range);
+  m.impl("take_range_", take_range_);
 }
 
 }  // namespace qtoolkit

@@ -106,6 +106,19 @@ inline void check_running_ranges(const char* op, const at::Tensor& lo, const at:
                     skipped->sym_numel(), ".");
 }
 
+// What a grid has seen of a training.
+inline void check_steps_seen(const char* op, const at::Tensor& count, const at::Tensor& clock, const at::Tensor& lo) {
+  TORCH_CHECK_VALUE(count.sym_numel() == 2 && count.is_contiguous(), op,
+                    ": count must be contiguous and have 2 elements, a time and a number of steps, got shape ",
+                    count.sym_sizes(), ".");
+  TORCH_CHECK_VALUE(clock.sym_numel() == 1, op, ": clock must have one element, got shape ", clock.sym_sizes(), ".");
+  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"count", count}, {"clock", clock}}) {
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kLong, op, ": ", name, " must be int64, got ", t.scalar_type(), ".");
+    TORCH_CHECK_VALUE(t.device() == lo.device(), op, ": ", name, " must be on the device of lo, ", lo.device(),
+                      ", got ", t.device(), ".");
+  }
+}
+
 // The codes that cover a range.
 inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax, bool symmetric) {
   check_code_range(op, qmin, qmax);
@@ -113,18 +126,17 @@ inline void check_covering_codes(const char* op, int64_t qmin, int64_t qmax, boo
                     qmax, "].");
 }
 
-inline void check_grid_of_range(const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax,
+inline void check_grid_of_range(const char* op, const at::Tensor& lo, const at::Tensor& hi, int64_t qmin, int64_t qmax,
                                 bool symmetric) {
-  constexpr const char* kOp = "grid_of_range";
-  TORCH_CHECK_TYPE(lo.scalar_type() == at::kFloat || lo.scalar_type() == at::kDouble, kOp,
+  TORCH_CHECK_TYPE(lo.scalar_type() == at::kFloat || lo.scalar_type() == at::kDouble, op,
                    ": lo must be float32 or float64, got ", lo.scalar_type(), "; convert it with .float().");
-  TORCH_CHECK_TYPE(hi.scalar_type() == lo.scalar_type(), kOp, ": hi must have the dtype of lo, ", lo.scalar_type(),
+  TORCH_CHECK_TYPE(hi.scalar_type() == lo.scalar_type(), op, ": hi must have the dtype of lo, ", lo.scalar_type(),
                    ", got ", hi.scalar_type(), ".");
-  TORCH_CHECK_VALUE(hi.device() == lo.device(), kOp, ": hi must be on the device of lo, ", lo.device(), ", got ",
+  TORCH_CHECK_VALUE(hi.device() == lo.device(), op, ": hi must be on the device of lo, ", lo.device(), ", got ",
                     hi.device(), ".");
-  TORCH_CHECK_VALUE(hi.sym_sizes() == lo.sym_sizes(), kOp, ": hi must have the shape of lo, ", lo.sym_sizes(), ", got ",
+  TORCH_CHECK_VALUE(hi.sym_sizes() == lo.sym_sizes(), op, ": hi must have the shape of lo, ", lo.sym_sizes(), ", got ",
                     hi.sym_sizes(), ".");
-  check_covering_codes(kOp, qmin, qmax, symmetric);
+  check_covering_codes(op, qmin, qmax, symmetric);
 }
 
 // A scale or zero point that is computed from running ranges.

@@ -496,6 +496,8 @@ def forward_with(run: Run, layer: "QuantWeighted", bn: LinkedBatchNorm, compute:
         return _folded(run, layer, bn, compute)
     if bn.strategy in NEEDS_BATCH_STATISTICS:
         return _with_batch_statistics(run, layer, bn, compute)
+    if not layer.weight_quantizer_active:  # the factor multiplies the weight only to quantize it so
+        return compute(None, layer.bias, False)
     return unscaled(layer, *bn_scaled_output(run, layer, bn, compute))
 
 

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from qtoolkit.nn import batch_norm
 from qtoolkit.nn.batch_norm import LinkedBatchNorm, QuantFrozenBatchNorm
 from qtoolkit.nn.computed_weights import bake, mask
+from qtoolkit.nn.hooks import is_watched
 from qtoolkit.nn.layer_op import LayerOp
 from qtoolkit.nn.module import QuantModule
 from qtoolkit.processes import whole
+from qtoolkit.quantizers.quantizer import Quantizer
 from qtoolkit.quantizers.tensor_quantizer import TensorQuantizer
 from qtoolkit.running import running
 from qtoolkit.unregistered import Unregistered
@@ -94,6 +96,12 @@ class FoldsBatchNorm(LayerOp, QuantModule):
 
     def _scaled(self, weight: Tensor, factor: Tensor | None) -> Tensor:
         return weight if factor is None else self.scale_output_channels(weight, factor)
+
+    @property
+    def weight_quantizer_active(self) -> bool:
+        """Whether the weight's quantizer, or a hook on it, does anything with the weight in a forward."""
+        quantizer = self.weight_quantizer
+        return not isinstance(quantizer, Quantizer) or quantizer.active or is_watched(quantizer)
 
     def _followed(self, factor: Tensor | None) -> Tensor:
         """Return the tensor that gives a range its values in this forward, if the range follows the weight.

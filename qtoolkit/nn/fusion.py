@@ -115,7 +115,7 @@ def _with_batch_norm(
         refusal = Refusal(Cause.CALL, "its momentum is a number from a buffer")  # which is no constant
     if refusal is not None:
         return refusal
-    apart = None if layer is None else _of_layer(layer, bn)
+    apart = None if layer is None else _of_layer(layer, bn, folded)
     if folded and apart is not None:
         return Refusal(apart.cause, f"its layer folds it, and is not fused: {apart.text}")
     whole = layer is not None and apart is None and _is_plain(layer) and _is_constant_enough(bn, folded)
@@ -143,7 +143,7 @@ def _of_batch_norm(bn: nn.Module, folded: bool) -> Refusal | None:
     return Refusal(Cause.CALL, "it has hooks") if is_watched(bn) else None
 
 
-def _of_layer(layer: nn.Module | Refusal, bn: nn.Module) -> Refusal | None:
+def _of_layer(layer: nn.Module | Refusal, bn: nn.Module, folded: bool) -> Refusal | None:
     """Return why a layer must be called as a module, and its output is unscaled, before its batch norm."""
     if isinstance(layer, Refusal):
         return layer
@@ -153,6 +153,8 @@ def _of_layer(layer: nn.Module | Refusal, bn: nn.Module) -> Refusal | None:
         return Refusal(Cause.CALL, "its layer is linked to another batch norm")
     if type(layer).forward is not QuantWeighted.forward:
         return Refusal(Cause.CALL, f"{with_article(type(layer))} has a forward of its own")
+    if not (folded or layer.weight_quantizer_active):
+        return Refusal(Cause.CALL, "the quantizer of its weight is off")
     return Refusal(Cause.CALL, "its layer has hooks") if is_watched(layer) else None
 
 

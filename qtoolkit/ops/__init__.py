@@ -43,6 +43,7 @@ from qtoolkit.ops.observe import (
     observe_histogram_,
     observe_minmax_,
     search_range,
+    take_range_,
 )
 
 __all__ = [
@@ -73,5 +74,6 @@ __all__ = [
     "quantize_int4",
     "search_range",
     "snapshot",
+    "take_range_",
     "tensor_quant",
 ]

@@ -12,6 +12,7 @@ _minmax = library.minmax.default
 _observe_fake_quant: TupleOp = library.observe_fake_quant.default
 _observe_histogram_ = library.observe_histogram_.default
 _observe_minmax_ = library.observe_minmax_.default
+_take_range_ = library.take_range_.default
 _search_range = library.search_range.default
 
 RangeMethod = Literal["mse", "l2", "entropy", "percentile"]
@@ -112,6 +113,52 @@ def grid_of_range(
     """
     scale, zero_point = _grid_of_range(lo, hi, qmin, qmax, symmetric, pow2_scale)
     return scale, None if symmetric else zero_point
+
+
+def take_range_(
+    lo: Tensor,
+    hi: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    count: Tensor,
+    clock: Tensor,
+    qmin: int = -128,
+    qmax: int = 127,
+    steps: int = 200,
+    pow2_scale: bool = False,
+) -> None:
+    """Let a grid follow a range in the first steps of a training; a grid stays as it is within a step.
+
+    The first call after the clock has moved counts a step. If it is among the first `steps`, scale and zero point become
+    what `grid_of_range` returns, except in channels without a range, where lo > hi or one of them is NaN. Nothing waits for
+    the device.
+
+    Args:
+        lo: Lowest values, float32 or float64, any shape.
+        hi: Highest values, of the same shape and dtype.
+        scale: As many elements as lo, of its dtype, changed in place.
+        zero_point: Like scale, changed in place, or None for a symmetric grid.
+        count: The clock's value at the last call, and the number of steps; int64, changed in place.
+        clock: The clock, one element, int64.
+        qmin: Lowest quantized value.
+        qmax: Highest quantized value; positive if symmetric.
+        steps: Number of steps in which the grid follows the range.
+        pow2_scale: Round the scale up to a power of two.
+
+    Raises:
+        ValueError: A shape, device or range of integers does not fit.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> scale, count = torch.tensor(1.0), torch.tensor([0, 0])
+        >>> for clock, hi in ((0, 127.0), (1, 254.0), (2, 508.0)):
+        ...     take_range_(torch.tensor(-1.0), torch.tensor(hi), scale, None, count, torch.tensor(clock), steps=1)
+        ...     scale.item(), count.tolist()
+        (1.0, [0, 0])
+        (2.0, [1, 1])
+        (2.0, [2, 2])
+    """
+    _take_range_(lo, hi, scale, zero_point, count, clock, qmin, qmax, steps, pow2_scale)
 
 
 def observe_fake_quant(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qtoolkit import ops
 from qtoolkit.quantizers.checks import check_not_recomputing, check_not_transformed, check_type
 from qtoolkit.quantizers.first_steps import FOLLOWED_STEPS
-from qtoolkit.quantizers.spec_ops import grid_of_range
 from qtoolkit.quantizers.step_clock import CLOCK
 from qtoolkit.running import Run
 
@@ -85,15 +85,9 @@ class FollowsData(Frozen):
         count = quantizer.count_of_steps
         if count is None:
             return
-        clock, (taken, steps) = CLOCK.on(count.device), count
-        moved = clock != taken
-        count.copy_(torch.stack((clock, steps + moved)))
-        lo, hi = quantizer.observer.range()
-        scale, zero_point = grid_of_range(lo, hi, quantizer.spec)
-        takes = moved & (steps <= FOLLOWED_STEPS) & (lo <= hi)
-        before = quantizer.kind.grid(quantizer)
-        zero = None if zero_point is None or before[1] is None else torch.where(takes, zero_point, before[1])
-        quantizer.write_grid(torch.where(takes, scale, before[0]), zero)
+        (lo, hi), spec = quantizer.observer.range(), quantizer.spec
+        grid, clock = (quantizer._scale, quantizer._zero_point), CLOCK.on(count.device)
+        ops.take_range_(lo, hi, *grid, count, clock, spec.qmin, spec.qmax, FOLLOWED_STEPS, spec.pow2_scale)
 
 
 FROZEN, LEARNED, CALIBRATING = Frozen(), Learned(), Calibrating()

@@ -278,6 +278,24 @@ def test_observer(device, momentum, channels):
 
 @devices
 @pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("channels", [1, 600])
+def test_a_range_that_is_taken_in_the_first_steps(device, channels, symmetric):
+    lo, hi = floats(torch.float32)(channels), floats(torch.float32, 1)(channels)
+
+    def taken(lo: Tensor, hi: Tensor, scale: Tensor, zero_point: Tensor, count: Tensor, clock: Tensor) -> list[Tensor]:
+        found = []
+        for of_step in (1, 1, 2, 5, 6):
+            grid = (scale, None if symmetric else zero_point)
+            ops.take_range_(lo * of_step, hi * of_step, *grid, count, clock * of_step, -100, 90, steps=3)
+            found += [scale.clone(), zero_point.clone(), count.clone()]
+        return found
+
+    start = torch.ones(channels), torch.zeros(channels), torch.tensor([0, 0]), torch.tensor(1)
+    check(device, taken, lo, hi, *start)
+
+
+@devices
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("momentum", [None, 0.1])
 @pytest.mark.parametrize("channels", [Channels(), Channels(1), Channels(1, 2)], ids=str)
 def test_observe_fake_quant(device, momentum, channels, symmetric):

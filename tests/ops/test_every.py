@@ -323,6 +323,15 @@ def sample(op: str, x: Tensor) -> dict:
         "minmax": {"x": x, "axis": 1},
         "observe_minmax_": {"x": x, **range_of, "momentum": 0.1, "axis": 1, **counted},
         "grid_of_range": {**range_of, **codes_of},
+        "take_range_": {
+            **range_of,
+            "scale": torch.ones(6),
+            "zero_point": torch.zeros(6),
+            "count": torch.tensor([3, 7]),
+            "clock": torch.tensor(4),
+            **codes_of,
+            "steps": 200,
+        },
         "observe_histogram_": {"x": x, **histograms(6), "axis": 1},
         "search_range": {**histogram(), **codes_of, "method": "entropy", "candidates": [9, 30]},
     }[op]
@@ -423,7 +432,7 @@ def test_vmap(op: str) -> None:
 @pytest.mark.parametrize("op", UPDATED)
 def test_vmap_does_not_update_what_all_samples_share(op: str) -> None:
     given = sample(op, image())
-    name = next(name for name in ("x", "mean", "variance") if name in given)
+    name = next(name for name in ("x", "mean", "variance", "lo") if name in given)
     with pytest.raises(RuntimeError, match=f"Batching rule not implemented for qtoolkit::{op}"):
         torch.vmap(lambda t: OPS[op](**given | {name: t}))(torch.stack([given[name], given[name]]))
 

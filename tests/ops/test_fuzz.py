@@ -402,7 +402,7 @@ class Drawn:
     def edge(self, end: int) -> Tensor:
         if "counts" in self.given:
             return self.mostly(self.edges[end], self.edges[end].double(), torch.zeros(9), torch.zeros(1, device="meta"))
-        if self.op == "grid_of_range":
+        if self.op in ("grid_of_range", "take_range_"):
             return self.range_end(end)
         seen = torch.full((self.mostly(self.channel_count, 0, 1, self.channel_count + 1),), (-3.0, 3.0)[end])
         unseen = torch.full_like(seen, (np.inf, -np.inf)[end])
@@ -810,7 +810,26 @@ class DrawnRescale(Drawn):
         return self.of_step(3)
 
 
-DRAWN = {"quant_layer": DrawnLayer, "quant_weight": DrawnLayer, "batch_norm_rescale_": DrawnRescale}
+class DrawnStep(Drawn):
+    """Arguments of take_range_: of a clock that has moved or not, in the first steps or after them."""
+
+    def count(self) -> Tensor:
+        right = torch.tensor([self.r.choice([-1, 3]), self.r.choice([0, 4, 5, 9])])
+        return self.mostly(right, right.float(), right[:1], right.repeat(2)[::2])
+
+    def clock(self) -> Tensor:
+        return self.mostly(torch.tensor(3), torch.tensor([3]), torch.tensor(3.0), torch.tensor([3, 3]))
+
+    def steps(self) -> int:
+        return self.r.choice([0, 5, 2**40])
+
+
+DRAWN = {
+    "quant_layer": DrawnLayer,
+    "quant_weight": DrawnLayer,
+    "batch_norm_rescale_": DrawnRescale,
+    "take_range_": DrawnStep,
+}
 
 
 # ---- what is right --------------------------------------------------------------------------------------------------
@@ -874,6 +893,18 @@ def check_grid_of_range(drawn: Drawn, found: Results, lo, hi, qmin, qmax, symmet
         assert_same(found[1], zero_point)
     else:
         assert found[1] is None or found[1].numel() == 0
+
+
+def check_take_range_(
+    drawn: Drawn, found: Results, lo, hi, scale, zero_point, count, clock, qmin, qmax, steps, pow2_scale
+) -> None:
+    moved = int(clock) != int(count[0])
+    assert drawn.given["count"].tolist() == [int(clock), int(count[1]) + moved]
+    takes = (lo <= hi) & (moved and int(count[1]) < steps)
+    grid = reference.grid_of_range(lo, hi, qmin, qmax, zero_point is None, pow2_scale)
+    assert_same(drawn.given["scale"], torch.where(takes, grid[0], scale))
+    if zero_point is not None:
+        assert_same(drawn.given["zero_point"], torch.where(takes, grid[1], zero_point))
 
 
 def check_fake_quant_float(drawn: Drawn, found: Results, mask: bool, **given) -> None:

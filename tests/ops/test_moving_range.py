@@ -180,7 +180,24 @@ def call(x=(4, 6), lo=6, hi=6, scale=6, zero_point=6, kept=torch.float32, **how)
     return ops.observe_fake_quant(torch.ones(x), *state, z, **{"axis": 1, **how})
 
 
+def taken(**changed):
+    given = {"lo": torch.ones(3), "hi": torch.ones(3), "scale": torch.ones(3), "zero_point": None}
+    ops.take_range_(**{**given, "count": torch.tensor([0, 0]), "clock": torch.tensor(1), **changed})
+
+
 REFUSED = {
+    "taken_scale": (
+        lambda: taken(scale=torch.ones(4)),
+        ValueError,
+        "take_range_: scale must have as many elements as lo",
+    ),
+    "taken_count": (
+        lambda: taken(count=torch.tensor(0)),
+        ValueError,
+        r"take_range_: count must be contiguous and have 2 elements, a time and a number of steps, got shape \[\]",
+    ),
+    "taken_clock": (lambda: taken(clock=torch.tensor(1.0)), TypeError, "take_range_: clock must be int64, got Float"),
+    "taken_clocks": (lambda: taken(clock=torch.ones(2).long()), ValueError, "take_range_: clock must have one element"),
     "lo": (lambda: call(lo=5), ValueError, "observe_fake_quant: lo must have 6 elements, one per channel, got 5"),
     "scale": (
         lambda: call(scale=1),
@@ -253,6 +270,11 @@ def test_opcheck(how, layout, differentiable):
     count = 6 * how.get("group", 1) if "axis" in how else 1
     state = new_state(count, torch.float32, symmetric=differentiable)
     torch.library.opcheck(native.observe_fake_quant.default, (leaf(x) if differentiable else x, *state, -8, 7), how)
+
+
+def test_opcheck_of_a_grid_that_takes_a_range():
+    given = torch.randn(4), torch.randn(4), torch.ones(4), torch.zeros(4), torch.tensor([0, 0]), torch.tensor(1)
+    torch.library.opcheck(native.take_range_.default, (*given, -8, 7, 200))
 
 
 def test_opcheck_of_the_grid():

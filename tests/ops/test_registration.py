@@ -31,7 +31,7 @@ OPS = (
     *("fake_quant", "fake_quant_backward", "fake_quant_learned_backward"),
     *("quantize", "dequantize", "quantize_int4", "dequantize_int4", "minmax", "observe_minmax_"),
     *("observe_histogram_", "search_range"),
-    *("fake_quant_", "observe_fake_quant", "grid_of_range", "positive_scale", "float16_scale"),
+    *("fake_quant_", "observe_fake_quant", "grid_of_range", "take_range_", "positive_scale", "float16_scale"),
     *("quant_layer", "quant_layer_backward", "quant_weight", "quant_weight_backward"),
     *("batch_norm_fake_quant", "batch_norm_fake_quant_backward", "batch_norm_track_", "batch_norm_rescale_"),
     *("max_pool_offsets", "max_pool_offsets_backward"),
@@ -394,6 +394,7 @@ def test_schema_and_kernels(op):
         "observe_histogram_": ["counts", "lo", "hi"],
         "fake_quant_": ["x"],
         "observe_fake_quant": ["lo", "hi", "scale", "zero_point", "skipped"],
+        "take_range_": ["scale", "zero_point", "count"],
         "batch_norm_track_": ["running_mean", "running_var"],
         "batch_norm_rescale_": ["start", "rate", "known", "held", "taken"],
     }

@@ -81,7 +81,7 @@ def epilogue_of(
         may_be_one = is_ordinary(run, x) and fits(bn, x.shape)
         found = fusion(run, None, bn, adds, activation or bounds, quantizer) if may_be_one else None
         # A batch norm that is not linked gives torch's bits where nothing is quantized.
-        if not isinstance(found, Unit) or found.folded or (factor is None and found.quantizer is None):
+        if not isinstance(found, Unit) or found.folded or (layer is None and found.quantizer is None):
             adds, found = residual is None, Unit(bounds=None)
             y: Tensor = bn(x if factor is None else unscaled(layer, x, factor))
         else:
