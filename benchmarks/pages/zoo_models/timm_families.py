@@ -51,7 +51,9 @@ OLDER_EXPORTER: Mapping[str, str] = {
     "test_vit_relpos": VIEW,
 }
 # Models whose gradients with random weights are so large that one step of SGD gives weights of 1e6.
-CLIPPED: Mapping[str, str] = {"coat_tiny": "gradients clipped to norm 1: random weights give large gradients"}
+CLIPPED: Mapping[str, str] = dict.fromkeys(
+    ("coat_mini", "coat_tiny"), "gradients clipped to norm 1: random weights give large gradients"
+)
 
 
 def timm_recipes() -> Iterable[Recipe]:

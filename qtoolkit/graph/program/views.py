@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 
 class PermutedParts(NamedTuple):
@@ -18,17 +19,22 @@ class PermutedParts(NamedTuple):
     @classmethod
     def of(cls, node: fx.Node) -> "PermutedParts | None":
         """Return the parts that a node takes; None if it is another op, or sizes decide the order."""
-        permute = node.args[0] if node.target in ("unbind", torch.unbind) else None
+        permute, *given = _arguments(node) if node.target in ("unbind", torch.unbind) else [None]
         if not isinstance(permute, fx.Node) or permute.target not in ("permute", torch.permute):
             return None
-        source, *given = permute.args
-        dims = given or [permute.kwargs.get("dims")]
+        source, *dims = _arguments(permute)
+        (dim,) = given or [0]
         numbers = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
         order = [each for each in numbers if isinstance(each, int)]
-        (dim,) = node.args[1:] or (node.kwargs.get("dim", 0),)
-        if not isinstance(source, fx.Node) or len(order) != len(numbers) or not isinstance(dim, int):
+        if not (isinstance(source, fx.Node) and isinstance(dim, int) and order and len(order) == len(numbers)):
             return None
         return cls(permute, source, tuple(each % len(order) for each in order), dim % len(order))
+
+
+def _arguments(node: fx.Node) -> list[Argument]:
+    """Return the arguments of a node in the order in which both ops have them, by name or not."""
+    named = (node.kwargs[name] for name in ("input", "dims", "dim") if name in node.kwargs)
+    return [*node.args, *named]
 
 
 def unbind_permuted(x: Tensor, dims: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:

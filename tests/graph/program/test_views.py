@@ -20,6 +20,7 @@ TAKEN: dict[str, Taken] = {
     "tuple": lambda qkv: qkv.permute((2, 0, 3, 1, 4)).unbind(),
     "negative": lambda qkv: qkv.permute(0, 3, 1, 4, -3).unbind(-1),
     "functions": lambda qkv: torch.unbind(torch.permute(qkv, dims=(0, 3, 2, 1, 4)), dim=2),
+    "keywords": lambda qkv: torch.unbind(input=torch.permute(input=qkv, dims=(2, 0, 3, 1, 4))),
     "keyword": lambda qkv: qkv.permute(2, 0, 3, 1, 4).unbind(dim=0),
 }
 
