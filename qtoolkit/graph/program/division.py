@@ -6,8 +6,9 @@ that has all users of its output.
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -67,6 +68,7 @@ class Division:
                     self.parts[index] = self._part(block, index, counts[calls[index].block])
                 except NoPartError as reason:
                     self.reasons[block] = str(reason)
+        self._return_what_inner_blocks_return()
 
     def whole(self) -> "Division":
         """Return the division that runs the graph in one piece."""
@@ -122,6 +124,15 @@ class Division:
                 raise NoPartError(f"it returns {value.name!r}, which is computed outside of it")
         return Part(block, call, args, kwargs, returned)
 
+    def _return_what_inner_blocks_return(self) -> None:
+        """Let a block return the quantized tensor that an inner block returns in place of its input, if nobody reads it."""
+        for index, part in self.parts.items():
+            pairs = zip(leaves(self._values(part.call.result, "returns")), leaves(part.result), strict=True)
+            nodes = ((own, found) for (_, own), (_, found) in pairs if isinstance(own, fx.Node) and own in self.order)
+            inside = {own: found for own, found in nodes if self._is_in(own, index)}
+            for outer in set(self.paths[index][:-1]) & self.parts.keys():
+                self.parts[outer].result = map_leaves(self.parts[outer].result, partial(_in_place_of, inside))
+
     def _first_of(self, inside: Sequence[fx.Node]) -> fx.Node:
         """Return the first node that tracing saw in a call; no other nodes may lie between it and the last one."""
         traced = [node for node in inside if facts_of(node).call is not None]
@@ -153,6 +164,10 @@ class Division:
             elif inner not in called and facts_of(node).call is not None:
                 called.add(inner)
                 yield inner
+
+
+def _in_place_of(nodes: Mapping[fx.Node, object], value: object) -> object:
+    return nodes.get(value, value) if isinstance(value, fx.Node) else value
 
 
 def _stand_ins(used: set[fx.Node], tree: Any, why: str) -> dict[fx.Node, fx.Node]:

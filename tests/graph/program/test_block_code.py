@@ -512,3 +512,48 @@ def test_a_module_may_be_named_self(where: str) -> None:
     got, wanted = (prepared_of(named(name)) for name in ("self", "other"))
     assert_equal(step(got, (X,)), step(wanted, (X,)))
     assert torch.equal(qt.convert(got)(X), qt.convert(wanted)(X))
+
+
+class Recurrent(nn.Module):
+    """Returns a product, of which the block around it multiplies its input, as a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.dropout = nn.Linear(4, 4), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, h: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        gates = self.fc(x) + h[0]
+        h = [torch.sigmoid(gates) * torch.sigmoid(gates + 1)]
+        self.dropout(h[0])  # for a next layer
+        return h, [gates]
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.cell = nn.Conv2d(4, 4, 3, padding=1), Recurrent()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+        x = self.conv(x)
+        means = x.mean((2, 3))
+        h, c = self.cell(means, [torch.zeros_like(means)])
+        return x * h[-1].unsqueeze(-1).unsqueeze(-1), (h, c)
+
+
+class WithStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated, self.last = Gated(), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.gated(x)[0])
+
+
+def test_a_state_that_nobody_reads_is_what_the_inner_block_returns() -> None:
+    x = torch.randn(2, 4, 6, 6)
+    prepared = qt.prepare(WithStates().train(), x, backend="onnxruntime")
+    qt.calibrate(prepared, [x], progress=False)
+    _, (h, _) = prepared.gated(x)
+    assert h[0].shape == (2, 4)
+    prepared(x).sum().backward()
+    assert prepared.gated.cell.fc.weight.grad is not None
