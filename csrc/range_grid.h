@@ -109,15 +109,19 @@ struct StepsSeen {
   }
 };
 
-// Gives a grid the range that was seen, if there is one.
+// Writes the grid of channel i of a tensor; zero_point may be null, and `of_zeros` is covering_grid's.
 template <class A>
-QT_FN void take_range(const Ends<A>& ranges, int64_t i, int64_t count, const CodeRange& codes, A* scale,
-                      A* zero_point) {
-  const Range<A> range = ranges(i);
-  if (!(range.lo <= range.hi)) return;
-  const RangeGrid<A> grid = covering_grid<A>(ranges, i, count, codes);
+QT_FN void write_covering_grid(const Ends<A>& ranges, int64_t i, int64_t count, const CodeRange& codes, A* scale,
+                               A* zero_point, A of_zeros = 0) {
+  const RangeGrid<A> grid = covering_grid<A>(ranges, i, count, codes, of_zeros);
   scale[i] = grid.scale;
   if (zero_point != nullptr) zero_point[i] = grid.zero_point;
+}
+
+// Whether channel i has a range: initial ones have none, and ranges with NaN.
+template <class A>
+QT_FN bool has_range(const Ends<A>& ranges, int64_t i) {
+  return ranges.lo[i] <= ranges.hi[i];
 }
 
 }  // namespace qtoolkit

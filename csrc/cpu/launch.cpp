@@ -318,36 +318,27 @@ void blend_ranges(const at::Tensor& lo, const at::Tensor& hi, const at::Tensor& 
                                          : blend<float>(lo, hi, batch, momentum, skipped);
 }
 
+// The grids of all channels, or of those that have a range.
 template <class A>
-void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
-  const A *lows = lo.const_data_ptr<A>(), *highs = hi.const_data_ptr<A>();
+void grids(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes, bool of_all) {
+  const Ends<A> ranges = {lo.const_data_ptr<A>(), hi.const_data_ptr<A>()};
   A* scale = grid.scale->mutable_data_ptr<A>();
   A* zero_point = grid.zero_point == nullptr ? nullptr : grid.zero_point->mutable_data_ptr<A>();
-  const Ends<A> ranges = {lows, highs};
-  const A of_zeros = scale_of_zeros<A>(ranges, lo.numel(), codes);
-  for (int64_t c = 0; c < lo.numel(); ++c) {
-    const RangeGrid<A> found = covering_grid(ranges, c, lo.numel(), codes, of_zeros);
-    scale[c] = found.scale;
-    if (zero_point != nullptr) zero_point[c] = found.zero_point;
+  const int64_t count = lo.numel();
+  const A of_zeros = scale_of_zeros<A>(ranges, count, codes);
+  for (int64_t c = 0; c < count; ++c) {
+    if (of_all || has_range(ranges, c)) write_covering_grid(ranges, c, count, codes, scale, zero_point, of_zeros);
   }
 }
 
 void grid_of_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
-  return lo.scalar_type() == at::kDouble ? grids<double>(lo, hi, grid, codes) : grids<float>(lo, hi, grid, codes);
+  (lo.scalar_type() == at::kDouble ? grids<double> : grids<float>)(lo, hi, grid, codes, /*of_all=*/true);
 }
 
-template <class A>
-void take_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes) {
-  const Ends<A> ranges = {lo.const_data_ptr<A>(), hi.const_data_ptr<A>()};
-  A* scale = grid.scale->mutable_data_ptr<A>();
-  A* zero_point = grid.zero_point == nullptr ? nullptr : grid.zero_point->mutable_data_ptr<A>();
-  for (int64_t c = 0; c < lo.numel(); ++c) take_range(ranges, c, lo.numel(), codes, scale, zero_point);
-}
-
-void take_ranges_of_step(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
-                         const StepsSeen& seen) {
-  const auto take = lo.scalar_type() == at::kDouble ? take_ranges<double> : take_ranges<float>;
-  if (seen.takes()) take(lo, hi, grid, codes);
+void take_ranges(const at::Tensor& lo, const at::Tensor& hi, const GridTensors& grid, const CodeRange& codes,
+                 const StepsSeen& seen) {
+  const auto take = lo.scalar_type() == at::kDouble ? grids<double> : grids<float>;
+  if (seen.takes()) take(lo, hi, grid, codes, /*of_all=*/false);
   seen.note();
 }
 
@@ -404,7 +395,7 @@ const DeviceKernels kDeviceKernels = {
     launch,
     blend_ranges,
     grid_of_ranges,
-    take_ranges_of_step,
+    take_ranges,
     learned_gradients,
     [](BatchNormArgs& args, c10::Device) { batch_norm_forward(args); },
     [](BatchNormArgs& args, c10::Device) { batch_norm_backward(args); },

@@ -55,9 +55,7 @@ __global__ void __launch_bounds__(kThreads)
     grid_kernel(const A* lo, const A* hi, int64_t count, CodeRange codes, A* scale, A* zero_point) {
   const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
   if (i >= count) return;
-  const RangeGrid<A> grid = covering_grid<A>(Ends<A>{lo, hi}, i, count, codes);
-  scale[i] = grid.scale;
-  if (zero_point != nullptr) zero_point[i] = grid.zero_point;
+  write_covering_grid(Ends<A>{lo, hi}, i, count, codes, scale, zero_point);
 }
 
 // In one block, whose threads all see whether the clock has moved before one of them notes it.
@@ -65,7 +63,9 @@ template <class A>
 __global__ void __launch_bounds__(kThreads)
     take_ranges_kernel(Ends<A> ranges, int64_t count, CodeRange codes, A* scale, A* zero_point, StepsSeen seen) {
   if (seen.takes()) {
-    for (int64_t i = threadIdx.x; i < count; i += kThreads) take_range(ranges, i, count, codes, scale, zero_point);
+    for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+      if (has_range(ranges, i)) write_covering_grid(ranges, i, count, codes, scale, zero_point);
+    }
   }
   __syncthreads();
   if (threadIdx.x == 0) seen.note();

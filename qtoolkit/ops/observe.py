@@ -12,8 +12,8 @@ _minmax = library.minmax.default
 _observe_fake_quant: TupleOp = library.observe_fake_quant.default
 _observe_histogram_ = library.observe_histogram_.default
 _observe_minmax_ = library.observe_minmax_.default
-_take_range_ = library.take_range_.default
 _search_range = library.search_range.default
+_take_range_ = library.take_range_.default
 
 RangeMethod = Literal["mse", "l2", "entropy", "percentile"]
 

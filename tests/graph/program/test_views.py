@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from itertools import permutations
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import qtoolkit as qt
 from qtoolkit.graph.program.views import PermutedParts, unbind_permuted
-from tests.graph.program.test_unit import SPECS
+from tests.graph.program.test_unit import SPECS, Ops
 
 Taken = Callable[[Tensor], tuple[Tensor, ...]]
 TAKEN: dict[str, Taken] = {
@@ -36,16 +34,6 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, places, 16))
 
 
-class Copies(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += op.overloadpacket.__name__ in ("clone", "copy_")
-        return op(*args, **(kwargs or {}))
-
-
 def trained(model: nn.Module, x: Tensor, specs: str = "fixed") -> tuple[list[Tensor], int]:
     """Return the output and the gradients of a step, and the copies that backward makes."""
     torch.manual_seed(0)
@@ -54,10 +42,10 @@ def trained(model: nn.Module, x: Tensor, specs: str = "fixed") -> tuple[list[Ten
     prepared = qt.prepare(model.train(), x, backend="tensorrt", qconfig_mapping=mapping, training_arithmetic="float")
     qt.calibrate(prepared, [x], progress=False)
     y = prepared.train()(x)
-    with Copies() as copies:
+    with Ops() as ops:
         y.sum().backward()
     gradients = [parameter.grad for parameter in prepared.parameters() if parameter.grad is not None]
-    return [y.detach(), *gradients], copies.count
+    return [y.detach(), *gradients], ops.found["aten::clone"] + ops.found["aten::copy_"]
 
 
 @pytest.mark.parametrize("specs", ["fixed", "lsq"])
