@@ -142,6 +142,7 @@ class Subject:
         beside: The subject that its figures are divided by.
         dtype: bfloat16 is autocast's.
         compiled: By torch.compile(mode="reduce-overhead"), which records CUDA graphs itself.
+        share: Of the output channels, which `qtoolkit.tuning.PartialUpdates` updates.
         everywhere: Whether it is measured where no subjects are chosen: else with the smallest batches alone, and
             compiled networks for two networks.
     """
@@ -150,6 +151,7 @@ class Subject:
     beside: str = "float"
     dtype: torch.dtype = torch.bfloat16
     compiled: bool = False
+    share: float = 1.0
     everywhere: bool = False
 
 
@@ -166,6 +168,7 @@ def as_it_is(model: nn.Module, x: Tensor) -> nn.Module:
 SUBJECTS = {
     "float": Subject(as_it_is, everywhere=True),
     "ours, learned scales": Subject(learned, everywhere=True),
+    "ours, learned scales, a quarter of the channels": Subject(learned, share=0.25),
     "ours, fixed scales": Subject(lambda m, x: prepared(m, x, None), everywhere=True),
     "float, compiled": Subject(as_it_is, compiled=True),
     "ours, learned scales, compiled": Subject(learned, compiled=True),
@@ -190,9 +193,13 @@ def prepared(model: nn.Module, x: Tensor, quantizer: str | None) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+def trained(
+    model: nn.Module, x: Tensor, target: Tensor, dtype: torch.dtype = torch.bfloat16, share: float = 1.0
+) -> Callable[[], None]:
     """Return a step of SGD, which a CUDA graph can capture; under autocast, unless the dtype is float32."""
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=1e-4, momentum=0.9)
+    if share < 1:
+        qt.tuning.PartialUpdates(model, optimizer, share)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -281,7 +288,7 @@ def measured(subject: Subject, model: nn.Module, x: Tensor, target: Tensor, quic
     built = subject.build(copy.deepcopy(model).to(x.device), x)
     if subject.compiled:
         built = torch.compile(built, mode="reduce-overhead")
-    step = trained(built, x, target, subject.dtype)
+    step = trained(built, x, target, subject.dtype, subject.share)
     repeats = 2 if quick else 15
     row = {"milliseconds": 1e3 * seconds(step, device, repeats), "captured": None, "mebibytes": None, "launches": 0}
     if device == "cpu":

@@ -5,6 +5,7 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/floor_divide.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
@@ -150,7 +151,12 @@ Tensor from_rows(const Tensor& t, const Tensor& index) {
       using T = decltype(type);
       gather(static_cast<const T*>(from), size, places, static_cast<T*>(to), b, e);
     };
-    t.element_size() == 2 ? run(uint16_t{}) : t.element_size() == 4 ? run(uint32_t{}) : run(uint64_t{});
+    switch (t.element_size()) {
+      case 1: return run(uint8_t{});
+      case 2: return run(uint16_t{});
+      case 4: return run(uint32_t{});
+      default: return run(uint64_t{});
+    }
   });
   return result;
 }
@@ -163,20 +169,40 @@ Tensor channels_of(const Tensor& t, const Geometry& g, const Tensor& channels) {
   return from_rows(t.permute({0, 2, 3, 1}), channels).permute({0, 3, 1, 2});
 }
 
-// The gradient of a weight in some output channels: that of the layer that has these channels alone, and zeros in the
-// others. In groups, where the input would have to be gathered as well, which takes as long as it saves, all of it is
-// computed.
-Tensor gradient_of_updated(const Tensor& dy, const Tensor& x, const Tensor& weight, const Layer& l) {
+// Whether each output channel reads one channel of the input alone, whose codes have the input's shape.
+bool reads_one_channel(const Layer& l, c10::SymIntArrayRef size) {
   const Geometry& g = l.geometry;
+  return g.groups > 1 && !g.transposed && l.weight.sym_size(1) == 1 && l.codes.sym_sizes() == size;
+}
+
+// The gradient of a weight in some output channels: that of the layer that has these channels alone, and zeros in the
+// others. Such a layer reads all of the input x, or, where each output reads one channel, that many channels of it. In
+// other groups, where this would be as much as the input or more, all of the gradient is computed.
+Tensor gradient_of_updated(const Tensor& dy, const Tensor& x, c10::SymIntArrayRef size, at::ScalarType x_dtype,
+                           const Tensor& weight, const Layer& l) {
   const std::array<bool, 3> of_weight = {false, true, false};
-  if (g.groups > 1) return only_updated(std::get<1>(layer_backward(dy, x, weight, g, of_weight)), l, g);
+  const c10::SymInt count = l.updated->sym_numel();
   const Tensor result = at::zeros_like(weight);
-  if (l.updated->sym_numel() == 0) return result;
+  if (count == 0) return result;
+  const bool in_one = reads_one_channel(l, size);
+  if (l.geometry.groups > 1 && !in_one) {
+    return only_updated(std::get<1>(layer_backward(dy, x, weight, l.geometry, of_weight)), l, l.geometry);
+  }
+  Tensor read = x;
+  Geometry g = l.geometry;
+  const Tensor in_part = channels_of(dy, g, *l.updated);
+  if (in_one) {
+    Layer part = l;
+    const int64_t readers = (weight.sym_size(0) / g.groups).guard_int(__FILE__, __LINE__);
+    part.codes = channels_of(l.codes, g, readers == 1 ? *l.updated : at::floor_divide(*l.updated, readers));
+    read = rebuilt(part, part.codes.sym_sizes(), x_dtype, dy, true);
+    g.groups = count.guard_int(__FILE__, __LINE__);
+  }
   const int64_t axis = g.transposed ? 1 : 0;
-  std::vector<c10::SymInt> size = weight.sym_sizes().vec();
-  size[axis] = l.updated->sym_numel();
-  const Tensor like = at::empty_symint(size, weight.options().memory_format(weight.suggest_memory_format()));
-  const Tensor part = std::get<1>(layer_backward(channels_of(dy, g, *l.updated), x, like, g, of_weight));
+  std::vector<c10::SymInt> shape = weight.sym_sizes().vec();
+  shape[axis] = count;
+  const Tensor like = at::empty_symint(shape, weight.options().memory_format(weight.suggest_memory_format()));
+  const Tensor part = std::get<1>(layer_backward(in_part, read, like, g, of_weight));
   return result.index_copy_(axis, *l.updated, part.to(result.scalar_type()));
 }
 
@@ -216,7 +242,8 @@ GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef si
   const bool learned = wanted[3] || (wanted[4] && l.zero_point.has_value());
   const bool in_weight = learned || wanted[1] || (wanted[2] && l.factor.has_value());
   const bool in_part = in_weight && l.updated.has_value();
-  const Tensor x = rebuilt(l, size, x_dtype, grad, in_weight && !(in_part && l.updated->sym_numel() == 0));
+  const bool reads_part = in_part && (l.updated->sym_numel() == 0 || reads_one_channel(l, size));
+  const Tensor x = rebuilt(l, size, x_dtype, grad, in_weight && !reads_part);
   const bool is_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast && l.integer;
   const Tensor dy = is_last ? grad.contiguous(at::MemoryFormat::ChannelsLast) : grad;
   const auto format = is_last ? at::MemoryFormat::ChannelsLast : l.weight.suggest_memory_format();
@@ -227,7 +254,7 @@ GradientsOfLayer quant_layer_backward(const Tensor& grad, c10::SymIntArrayRef si
       layer_backward(dy, x, weight, l.geometry, {wanted[0], in_weight && !in_part, wanted[5] && !sums_bias});
   const at::ScalarType of_bias = l.weight.scalar_type();
   if (wanted[5]) dbias = sums_bias ? sum_of_channels(dy, l.geometry, of_bias) : as_type(dbias, of_bias);
-  if (in_part) dweight = gradient_of_updated(dy, x, weight, l);
+  if (in_part) dweight = gradient_of_updated(dy, x, size, x_dtype, weight, l);
   WeightGradients w;
   if (in_weight) {
     w = weight_backward(dweight, l, l.geometry, {wanted[1], wanted[2], wanted[3], wanted[4]}, OfGrad::taken, later);

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from qtoolkit.config import QuantSpec
 from qtoolkit.nn.layer_call import Source
+from qtoolkit.nn.layer_op import LayerOp
 from qtoolkit.nn.module import QuantModule, activation_quantizer
 from qtoolkit.nn.on_codes import TakesCodes
 from qtoolkit.nn.output_grid import quantized_for
-from qtoolkit.nn.projection import Projection
+from qtoolkit.nn.projection import OUT, UPDATED, Projection
 from qtoolkit.nn.quantized_attention import Attends, as_summand
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -113,7 +114,14 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         for attribute in ACTIVATION_QUANTIZERS:
             setattr(self, attribute, activation_quantizer(activation, f"{name}.{attribute}", self))
         self.add_weight_quantizers(weight, name)
+        for attribute in UPDATED:
+            self.register_buffer(attribute, None, persistent=False)
         self._hook = self.register_forward_pre_hook(stop_fast_path).id
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not the attention whose weights an optimizer updates in part.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_buffers": {**self._buffers, **dict.fromkeys(UPDATED)}}
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""
@@ -124,7 +132,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     def own_attributes(self) -> tuple[str, ...]:
         """Return the names of the attributes that the float module does not have."""
         own = ("input_quantizer", "_hook", "training_arithmetic", "sources")
-        return (*own, *ACTIVATION_QUANTIZERS, *self.weights_to_quantize())
+        return (*own, *ACTIVATION_QUANTIZERS, *self.weights_to_quantize(), *UPDATED)
 
     @property
     def dropout_p(self) -> float:  # type: ignore[override]  # torch's own name for it is `dropout`
@@ -135,6 +143,10 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         """Return each weight by the name of its quantizer attribute."""
         weights = {f"{name}_quantizer": getattr(self, name) for name in IN_WEIGHTS if getattr(self, name) is not None}
         return {**weights, "out_proj_weight_quantizer": self.out_proj.weight}
+
+    def layers_of_weights(self) -> Mapping[str, LayerOp]:
+        of_inputs = (self._whole_in_projections(), (name for name in IN_WEIGHTS if getattr(self, name) is not None))
+        return {**dict(zip(*reversed(of_inputs), strict=True)), "out_proj.weight": self.out_projection}
 
     def forward(
         self,
@@ -245,13 +257,19 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
 
     def in_projections(self, inputs: Sequence[object]) -> list[Projection]:
         """Return the projections of query, key and value: one of neighbours that are one object, if their weights are one."""
-        if self.in_proj_weight is None:
-            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            own = enumerate(zip("qkv", biases, strict=True))
-            return [self._projection(name, f"{name}_proj_weight", bias, place) for place, (name, bias) in own]
+        whole = self._whole_in_projections()
+        if len(whole) > 1:
+            return whole
         query, key, value = inputs
-        whole = self._projection("qkv", "in_proj_weight", self.in_proj_bias, 0)
-        return whole.split(SHARED[query is key, key is value])
+        return whole[0].split(SHARED[query is key, key is value])
+
+    def _whole_in_projections(self) -> list[Projection]:
+        """Return a projection by each weight of the inputs."""
+        if self.in_proj_weight is not None:
+            return [self._projection("qkv", "in_proj_weight", self.in_proj_bias, 0)]
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        own = enumerate(zip("qkv", biases, strict=True))
+        return [self._projection(name, f"{name}_proj_weight", bias, place) for place, (name, bias) in own]
 
     def _projection(self, name: str, weight: str, bias: Tensor | None, place: int) -> Projection:
         source, quantizer = self.source_of(place), getattr(self, f"{weight}_quantizer")
@@ -261,7 +279,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     def out_projection(self) -> Projection:
         """The projection of the output."""
         weight, bias = self.out_proj.weight, self.out_proj.bias
-        return Projection(self, "out", weight, self.out_proj_weight_quantizer, bias, self.out_proj_input_quantizer)
+        return Projection(self, OUT, weight, self.out_proj_weight_quantizer, bias, self.out_proj_input_quantizer)
 
     @property
     def projections(self) -> list[Projection]:

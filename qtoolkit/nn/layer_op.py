@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qtoolkit.ops.layer import Geometry
 from qtoolkit.quantizers.quantizer import Quantizer
@@ -13,6 +13,7 @@ class LayerOp:
     """The float op of a layer with one weight. Subclasses override methods that differ from a linear layer's."""
 
     OUTPUT_AXIS: ClassVar[int] = 0  # of the weight's dimensions, the one along which the output channels run
+    layers = 1  # the layers, of equal numbers of output channels, that share the weight
 
     weight: Any  # a Parameter, and a Parameter or None: torch's classes declare them differently
     bias: Any
@@ -35,19 +36,11 @@ class LayerOp:
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError if, for this input, the batch norm normalizes another dimension than the layer's output channels."""
 
-    # ---- the weight
+    # ---- the channels that are updated
 
-    def channels(self) -> int:
-        """Return the number of output channels."""
-        return int(self.weight.size(0))
-
-    def sum_per_output(self, values: Tensor) -> Tensor:
-        """Return the sum, for each output channel, of the elements of a tensor like the weight, in float64."""
-        return values.flatten(1).sum(1, dtype=torch.float64)
-
-    def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Multiply each output channel of a weight by its factor."""
-        return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+    def update_channels(self, channels: Tensor | None) -> None:
+        """Let only these output channels, in order, give gradients to the weight; None for all."""
+        raise NotImplementedError
 
     def updated(self, values: Tensor) -> Tensor:
         """Return one value for each output channel, with a gradient in the channels that are updated."""
@@ -64,6 +57,20 @@ class LayerOp:
 
     def _is_updated(self, channels: Tensor) -> Tensor:
         return torch.zeros(self.channels(), dtype=torch.bool, device=channels.device).index_fill(0, channels, True)
+
+    # ---- the weight
+
+    def channels(self) -> int:
+        """Return the number of output channels."""
+        return int(self.weight.size(0))
+
+    def sum_per_output(self, values: Tensor) -> Tensor:
+        """Return the sum, for each output channel, of the elements of a tensor like the weight, in float64."""
+        return values.flatten(1).sum(1, dtype=torch.float64)
+
+    def scale_output_channels(self, weight: Tensor, factor: Tensor) -> Tensor:
+        """Multiply each output channel of a weight by its factor."""
+        return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
 
     def takes_affine(self) -> bool:
         """Return whether a factor and a shift of each input channel can be folded into weight and bias."""
@@ -97,3 +104,12 @@ class LayerOp:
             return False
         spec = self.weight_quantizer.spec
         return spec.group_size is None and (spec.axis is None or spec.axis % self.weight.dim() == self.OUTPUT_AXIS)
+
+
+def put_channels(module: nn.Module, name: str, channels: Tensor | None, device: torch.device) -> None:
+    """Set a buffer of channels; in place if their number is unchanged, because recorded CUDA graphs read them."""
+    now = module._buffers[name]
+    if now is not None and channels is not None and now.shape == channels.shape:
+        now.copy_(channels)
+    else:
+        module._buffers[name] = None if channels is None else channels.to(device, copy=True)

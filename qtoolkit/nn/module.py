@@ -10,6 +10,7 @@ from qtoolkit.config import QuantSpec
 from qtoolkit.errors import check_known, with_article
 from qtoolkit.model_state import device_of
 from qtoolkit.nn.computed_weights import computing_still, refresh
+from qtoolkit.nn.layer_op import LayerOp
 from qtoolkit.op_kinds.kind import OpKind
 from qtoolkit.op_kinds.table import KINDS, OTHER, kind_of_type
 from qtoolkit.processes import whole
@@ -138,6 +139,10 @@ class QuantModule(nn.Module):
 
     def trained_weights(self) -> Mapping[str, Tensor]:
         """Return the parameters, by the same names, of tensors that are a parameter times constants: by default none."""
+        return {}
+
+    def layers_of_weights(self) -> Mapping[str, LayerOp]:
+        """Return the layer of each weight that can be trained in part, by the name of the weight."""
         return {}
 
     def weight_quantizers(self) -> Mapping[str, Quantizer]:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qtoolkit.nn import on_codes
-from qtoolkit.nn.layer_op import LayerOp
+from qtoolkit.nn.layer_op import LayerOp, put_channels
 from qtoolkit.nn.layers.linear import QuantLinear
 from qtoolkit.nn.module import quantized
 from qtoolkit.op_kinds.kind import OpKind
@@ -19,6 +20,12 @@ from qtoolkit.running import Run
 
 if TYPE_CHECKING:
     from qtoolkit.nn.attention import QuantMultiheadAttention
+
+
+OUT = "out"
+"""The name of the projection of the output."""
+UPDATED = tuple(f"updated_{name}" for name in (*"qkv", OUT))
+"""The attention's buffers of the channels that are updated, of each layer."""
 
 
 class Projection(LayerOp):
@@ -38,7 +45,6 @@ class Projection(LayerOp):
     OP_KIND: ClassVar[OpKind] = QuantLinear.OP_KIND
     returns_channels_last: ClassVar[bool] = False
     batch_norm = None
-    updated_channels = None
 
     def __init__(
         self,
@@ -54,6 +60,33 @@ class Projection(LayerOp):
         self.training, self.training_arithmetic = attention.training, attention.training_arithmetic
         self.weight, self.weight_quantizer, self.bias, self.source = weight, quantizer, bias, source
         self.rows = rows
+
+    @property
+    def buffers(self) -> list[str]:
+        """The names of the attention's buffers that have the updated channels, of each letter."""
+        return [f"updated_{name}" for name in ([self.name] if self.name == OUT else self.name)]
+
+    @property
+    def layers(self) -> int:  # type: ignore[override]
+        """The number of its letters."""
+        return len(self.buffers)
+
+    @property
+    def updated_channels(self) -> Tensor | None:  # type: ignore[override]
+        """The channels whose weights get gradients in training; None for all."""
+        parts = [getattr(self.attention, name) for name in self.buffers]
+        if parts[0] is None or len(parts) == 1:
+            return parts[0]
+        size = self.channels() // len(parts)
+        return torch.cat([part + place * size for place, part in enumerate(parts)])
+
+    def update_channels(self, channels: Tensor | None) -> None:
+        size = self.channels() // self.layers
+        for place, name in enumerate(self.buffers):
+            own = channels
+            if channels is not None:
+                own = channels[(channels >= place * size) & (channels < (place + 1) * size)] - place * size
+            put_channels(self.attention, name, own, self.weight.device)
 
     def split(self, names: Sequence[str]) -> list["Projection"]:
         """Return the projections of these names by parts of the rows; each letter of the names has as many."""
@@ -76,7 +109,9 @@ class Projection(LayerOp):
         if y is not None:
             return y
         weight = on_codes.quantized_weight(run, self, None)
-        return self.compute(x, self.quantize_weight() if weight is None else weight, self.bias)
+        if weight is None:
+            weight = self.updated_weight(self.quantize_weight())
+        return self.compute(x, weight, self.bias)
 
     def quantize_weight(self) -> Tensor:
         """Return the weight quantized by its quantizer."""

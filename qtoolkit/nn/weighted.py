@@ -13,6 +13,7 @@ from qtoolkit.nn.batch_norm import LinkedBatchNorm
 from qtoolkit.nn.computed_weights import computing_once
 from qtoolkit.nn.folding import FoldsBatchNorm
 from qtoolkit.nn.layer_call import LayerCall, Source
+from qtoolkit.nn.layer_op import LayerOp, put_channels
 from qtoolkit.nn.module import activation_quantizer, quantized
 from qtoolkit.nn.output_grid import quantized_for
 from qtoolkit.ops.layer import WeightGrid
@@ -86,6 +87,13 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         # A copy is not the layer whose weight an optimizer updates in part.
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "_buffers": {**self._buffers, "updated_channels": None}}
+
+    def layers_of_weights(self) -> Mapping[str, LayerOp]:
+        in_groups = self.OUTPUT_AXIS == 1 and self.weight_groups()[1] > 1  # the channels lie along two axes
+        return {"weight": self} if self.has_geometry() and not in_groups else {}
+
+    def update_channels(self, channels: Tensor | None) -> None:
+        put_channels(self, "updated_channels", channels, self.weight.device)
 
     def own_attributes(self) -> tuple[str, ...]:
         quantizers = ("weight_quantizer", "input_quantizer", *(call.kernel_name for call in self.layer_calls))

@@ -11,44 +11,50 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from qtoolkit.errors import check_known, check_whole, unknown
 from qtoolkit.model_state import check_module
 from qtoolkit.nn import QuantModule
-from qtoolkit.nn.weighted import QuantWeighted
+from qtoolkit.nn.layer_op import LayerOp
 from qtoolkit.processes import is_sharded, own_part, whole
 from qtoolkit.wrapped import unwrapped
 
 RULES = ("magnitude", "network", "rotation")
 OPTIMIZERS = (SGD, Adam, AdamW)
+NO_LAYER = "it is not a convolution, linear layer, attention or transposed convolution without groups"
 
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
     """A weight and the layers that share it."""
 
-    layers: tuple[QuantWeighted, ...]
+    layers: tuple[LayerOp, ...]
     share: float
 
     @property
-    def layer(self) -> QuantWeighted:
+    def layer(self) -> LayerOp:
         return self.layers[0]
 
     @property
+    def of_each(self) -> int:
+        """The number of output channels of each layer in the weight: an attention may have three layers in one."""
+        return self.layer.channels() // self.layer.layers
+
+    @property
     def count(self) -> int:
-        """The number of chosen channels in each layer."""
-        channels = self.layer.channels()
-        return min(channels, max(1, round(self.share * channels))) if self.share else 0
+        """The number of chosen channels in each of them."""
+        return min(self.of_each, max(1, round(self.share * self.of_each))) if self.share else 0
 
     def importance(self) -> Tensor:
         """The mean magnitude of each output channel, float64."""
         weight = whole(self.layer.weight.detach())
         return self.layer.sum_per_output(weight.abs()) * self.layer.channels() / weight.numel()
 
+    def in_weight(self, channels: Tensor) -> Tensor:
+        """Return the channels of the weight, in order, from those of each of its layers (layers, count)."""
+        first = torch.arange(0, self.layer.channels(), self.of_each, device=channels.device)
+        return (channels.sort(-1).values + first[:, None]).flatten()
+
     def choose(self, channels: Tensor) -> None:
-        """Set the chosen channels; in place if their number is unchanged, because recorded CUDA graphs read them."""
+        """Set the chosen channels of the weight."""
         for layer in self.layers:
-            now = layer.updated_channels
-            if now is not None and now.shape == channels.shape:
-                now.copy_(channels)
-            else:
-                layer.updated_channels = channels.to(layer.weight.device, copy=True)
+            layer.update_channels(channels)
 
 
 class _Taken(NamedTuple):
@@ -58,7 +64,7 @@ class _Taken(NamedTuple):
     place: int
     weight: Tensor
     part: nn.Parameter
-    layer: QuantWeighted
+    layer: LayerOp
 
 
 class PartialUpdates:
@@ -69,8 +75,9 @@ class PartialUpdates:
     other channels do not change, do not decay, and keep their state. The channels are chosen again every `every` steps. This is
     the method of EfQAT (arXiv 2411.11038), for fine-tuning trained networks.
 
-    - Grouped layers, including depthwise convolutions, compute the gradient of the whole weight, because gathering their input
-      takes more time than it saves.
+    - In layers with groups of several input channels, the gradient of the whole weight is computed: the chosen output channels
+      read as much of the input as all of them. A depthwise convolution reads the chosen channels alone.
+    - The projections of query, key and value in torch.nn.MultiheadAttention are three layers, also where they share a weight.
     - A learned scale of a weight gets gradients from the chosen channels alone.
     - For a channel that is not chosen, the factor of a linked batch norm is a constant: gamma gets only the gradient of the
       batch norm itself, and no gradient from a frozen batch norm.
@@ -164,7 +171,7 @@ class PartialUpdates:
             if not weight.share:
                 weight.layer.weight.requires_grad_(True)
             for layer in weight.layers:
-                layer.updated_channels = None
+                layer.update_channels(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the chosen channels, by layer name."""
@@ -186,10 +193,11 @@ class PartialUpdates:
                 f"PartialUpdates: the state belongs to another model: only one of the two has the weight {name!r}."
             )
         for name, weight in self._weights.items():
-            if self.by != "network" and len(channels[name]) != weight.count:
+            count = weight.count * weight.layer.layers
+            if self.by != "network" and len(channels[name]) != count:
                 raise ValueError(
                     f"PartialUpdates: the state has {len(channels[name])} channels of {name!r}, but share={weight.share} gives "
-                    f"{weight.count}; pass the share of the training that is resumed."
+                    f"{count}; pass the share of the training that is resumed."
                 )
         self.steps = int(state["steps"])
         for name, weight in self._weights.items():
@@ -207,21 +215,25 @@ class PartialUpdates:
     def _find(self, shares: Mapping[str, float]) -> dict[str, _Weight]:
         """Return the weights to train in part, by the name of their first layer."""
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        layers: dict[int, list[tuple[str, QuantWeighted]]] = {}
+        layers: dict[int, list[tuple[str, LayerOp]]] = {}
         users: dict[int, int] = {}
         for name, module in self.model.named_modules():
             for p in module.parameters(recurse=False):
                 users[id(p)] = users.get(id(p), 0) + 1
             if isinstance(module, QuantModule) and any(True for _ in module.parameters(recurse=False)):
                 share = _share_of(name, shares)
-                reason = None if share == 1 else _why_whole(module, optimized)
-                if reason is not None:
-                    self.skipped[name] = reason
-                elif share < 1 and isinstance(module, QuantWeighted):
-                    layers.setdefault(id(module.weight), []).append((name, module))
+                named = module.layers_of_weights() if share < 1 else {}
+                if share < 1 and not named:
+                    self.skipped[name] = NO_LAYER
+                for weight, layer in named.items():
+                    of = name if weight == "weight" else f"{name}.{weight}"
+                    if (reason := _why_whole(layer, optimized)) is not None:
+                        self.skipped[of] = reason
+                    else:
+                        layers.setdefault(id(layer.weight), []).append((of, layer))
         found: dict[str, _Weight] = {}
-        for key, named in layers.items():
-            names, shared = zip(*named, strict=True)
+        for key, of_weight in layers.items():
+            names, shared = zip(*of_weight, strict=True)
             if users[key] > len(shared):
                 self.skipped.update(dict.fromkeys(names, "another module has the same weight"))
             else:
@@ -242,12 +254,12 @@ class PartialUpdates:
             turn = self.steps // self.every
             for w in weights:
                 turned = torch.arange(w.count, device=w.layer.weight.device) + turn * w.count
-                w.choose(turned.remainder(w.layer.channels()).sort().values)
+                w.choose(w.in_weight(turned.remainder(w.of_each).expand(w.layer.layers, -1)))
             return
         importances = [weight.importance() for weight in weights]
         if self.by == "magnitude":
             for weight, importance in zip(weights, importances, strict=True):
-                weight.choose(importance.topk(weight.count).indices.sort().values)
+                weight.choose(weight.in_weight(importance.view(weight.layer.layers, -1).topk(weight.count).indices))
             return
         device = importances[0].device
         relative = torch.cat([(each / each.mean().clamp_min(1e-300)).to(device) for each in importances])
@@ -324,16 +336,12 @@ def _share_of(name: str, shares: Mapping[str, float]) -> float:
     return next((shares[each] for each in around if each in shares), 1.0)
 
 
-def _why_whole(module: QuantModule, optimized: set[int]) -> str | None:
-    """Return why the weight of a module is trained whole; None if it can be trained in part."""
-    if not isinstance(module, QuantWeighted) or not module.has_geometry():
-        return "it is not a convolution, transposed convolution or linear layer"
-    weight = module.weight
-    if not isinstance(weight, nn.Parameter) or module._parameters.get("weight") is not weight:
+def _why_whole(layer: LayerOp, optimized: set[int]) -> str | None:
+    """Return why the weight of a layer is trained whole; None if it can be trained in part."""
+    weight = layer.weight
+    if not isinstance(weight, nn.Parameter):
         return "its weight is computed from other parameters"
-    if module.OUTPUT_AXIS == 1 and module.weight_groups()[1] > 1:
-        return "its output channels are not rows or columns of the weight"
-    if module.updated_channels is not None:
+    if layer.updated_channels is not None:
         return "another PartialUpdates trains it; call finish() of that one first"
     if not weight.requires_grad:
         return "its weight is not trained"
@@ -347,12 +355,12 @@ def _is_like(value: object, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == p.shape
 
 
-def _channels(layer: QuantWeighted) -> Tensor:
+def _channels(layer: LayerOp) -> Tensor:
     """Return the updated channels of a layer, with the first choice."""
     return cast("Tensor", layer.updated_channels)
 
 
-def _select(t: Any, layer: QuantWeighted) -> Tensor:
+def _select(t: Any, layer: LayerOp) -> Tensor:
     """Return the updated channels of a tensor like the layer's weight; for a sharded tensor the local ones."""
     part = own_part(t).index_select(layer.OUTPUT_AXIS, _own_channels(t, layer))
     if not is_sharded(t):
@@ -365,12 +373,12 @@ def _select(t: Any, layer: QuantWeighted) -> Tensor:
     return sharded
 
 
-def _write(t: Tensor, part: Tensor, layer: QuantWeighted) -> None:
+def _write(t: Tensor, part: Tensor, layer: LayerOp) -> None:
     """Write the updated channels of a tensor."""
     own_part(t).index_copy_(layer.OUTPUT_AXIS, _own_channels(t, layer), own_part(part))
 
 
-def _own_channels(t: Any, layer: QuantWeighted) -> Tensor:
+def _own_channels(t: Any, layer: LayerOp) -> Tensor:
     """Return the updated channels in the local part of a tensor."""
     channels = _channels(layer)
     for dimension, placement in enumerate(t.placements if is_sharded(t) else ()):

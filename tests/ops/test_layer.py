@@ -87,6 +87,8 @@ SHAPES = {
     "conv2d": conv((2, 6, 9, 8), (8, 6, 3, 3), 1, 1),
     "conv2d_pointwise": conv((2, 6, 5, 7), (8, 6, 1, 1)),
     "conv2d_depthwise": conv((2, 6, 9, 8), (6, 1, 3, 3), 1, 1, groups=6),
+    "conv2d_depthwise_multiplied": conv((2, 3, 9, 8), (6, 1, 3, 3), 2, 1, groups=3),
+    "conv3d_depthwise": conv((2, 3, 5, 6, 5), (3, 1, 3, 3, 3), 1, 1, groups=3),
     "conv2d_stride": conv((2, 6, 11, 10), (8, 6, 3, 3), 2),
     "conv2d_strided_pointwise": conv((2, 6, 10, 8), (8, 6, 1, 1), 2),
     "conv2d_dilation": conv((2, 6, 11, 10), (8, 3, 3, 3), 1, 2, 2, 2),

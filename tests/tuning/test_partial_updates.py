@@ -257,6 +257,67 @@ def test_a_copy_trains_whole_weights_and_may_be_trained_in_part() -> None:
     train(model, opt, updates, 1)
 
 
+class Attends(nn.Module):
+    """An attention whose query, key and value are one, two or three tensors, or that has a weight for each of them."""
+
+    KINDS = ("one", "two", "three", "three weights")
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        own = {"kdim": 6, "vdim": 5} if kind == "three weights" else {}
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = x if self.kind == "one" else x * 2
+        value = key if self.kind in ("one", "two") else x - 1
+        if self.kind == "three weights":
+            key, value = key[..., :6], value[..., :5]
+        y: Tensor = self.attention(x, key, value, need_weights=False)[0]
+        return y
+
+
+@each_route
+@pytest.mark.parametrize("kind", Attends.KINDS)
+@pytest.mark.parametrize("save", ["codes", "float"])
+@pytest.mark.parametrize("by", ["magnitude", "network"])
+def test_the_projections_of_an_attention_are_trained_in_part(route: str, kind: str, save: Any, by: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 8)
+    model = Attends(kind).train()
+    if route == "graph":
+        model = qt.prepare(model, (x,), backend="tensorrt")
+    else:
+        model = qt.quant_modules.replace(model, backend="tensorrt")
+    qt.nn.set_training_arithmetic(model, "float", save)
+    qt.calibrate(model, [x], progress=False)
+    model.train()
+    whole = copy.deepcopy(model)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    updates = Updates(model, opt, share=0.25, by=by)
+    assert not updates.skipped
+    rows = updates.state_dict()["channels"]
+    weights = ["q_proj_weight", "k_proj_weight", "v_proj_weight"] if kind == "three weights" else ["in_proj_weight"]
+    assert list(rows) == [f"attention.{name}" for name in (*weights, "out_proj.weight")]
+    if by == "magnitude":  # of each of query, key and value as many
+        assert all(torch.div(each, 8, rounding_mode="floor").bincount().unique().tolist() == [2] for each in rows.values())
+    for each in (model, whole):
+        each(x).square().sum().backward()
+    for name, p in whole.named_parameters():
+        found = model.get_parameter(name).grad
+        wanted = p.grad
+        if name in rows:
+            wanted = torch.zeros_like(p).index_copy(0, rows[name], p.grad[rows[name]])
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(p.grad.abs().max()))
+    opt.step()
+    for name, channels in rows.items():
+        moved = (model.get_parameter(name) != whole.get_parameter(name)).any(1)
+        assert moved.nonzero().flatten().tolist() == channels.tolist()
+    assert not any(getattr(copy.deepcopy(model).attention, name) is not None for name in ("updated_q", "updated_out"))
+    updates.finish()
+    assert model.attention.updated_out is None
+
+
 def test_finish_puts_back_what_a_step_that_raises_holds_and_leaves_what_others_froze() -> None:
     model = learned()
     opt = OPTIMIZERS["sgd"](model.parameters())

@@ -38,8 +38,8 @@ def run(model: M) -> M:
     for module in list(model.modules()):
         bake(module)
         renormalize_table(module)
-        if isinstance(module, QuantWeighted):
-            module.updated_channels = None
+        for layer in module.layers_of_weights().values() if isinstance(module, QuantModule) else ():
+            layer.update_channels(None)
     graphs = [part for part in model.modules() if isinstance(part, QuantizedGraphModule)]
     for gm in graphs:
         _run_on_graph(gm)

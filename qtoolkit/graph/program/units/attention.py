@@ -84,7 +84,7 @@ class ProjectionUnit(LayerUnit):
         if plan is not None and grid is not None:
             plan.fields.update(grid)  # the gradient factor of all rows
         for kept in () if plan is None else (plan.fields, plan.layer.others):
-            kept.update(weight=None, bias=None)  # parts of a parameter, made anew in each step
+            kept.update(weight=None, bias=None, updated=None)  # parts of tensors, made anew in each step
         return plan
 
     def one_by_one(self, run: Run, x: Tensor, input_codes: TensorCodes | None, layer: Any, quantizer: Any) -> Result:
@@ -97,7 +97,8 @@ class ProjectionUnit(LayerUnit):
             return None
         tensors, numbers = found
         grid = {} if plan.layer.grid is None else _grid(plan, layer)
-        return {**tensors, "weight": layer.weight, "bias": layer.bias, **grid}, numbers
+        parts = {"weight": layer.weight, "bias": layer.bias, "updated": layer.updated_channels}
+        return {**tensors, **parts, **grid}, numbers
 
 
 def _grid(plan: LayerPlan, layer: Projection) -> Fields:
