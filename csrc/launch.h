@@ -93,8 +93,9 @@ struct DeviceKernels {
   void (*max_pool_forward)(const PoolArgs& args, c10::Device device);
   void (*max_pool_backward)(const PoolArgs& args, c10::Device device);
 
-  // The rows of a weight.
-  void (*weight_forward)(const WeightRows& args, c10::Device device);
+  // The rows of a weight. The same launch makes the small tensors of its unit, the factor and the scale among them,
+  // unless they are made before: `unit` is null then.
+  void (*weight_forward)(const WeightRows& args, const UnitScales* unit, c10::Device device);
   void (*weight_backward)(const WeightRows& args, c10::Device device);
 
   // The small tensors of a unit, and their gradients.

@@ -368,6 +368,8 @@ void scales_of_unit(const UnitScales& u) {
   u.bias.dtype == Dtype::bf16 ? write(c10::BFloat16()) : u.bias.dtype == Dtype::f16 ? write(c10::Half()) : write(A());
 }
 
+void unit_scales(const UnitScales& u) { u.f64 ? scales_of_unit<double>(u) : scales_of_unit<float>(u); }
+
 // The magnitude of the factor of all channels together.
 template <class A>
 A magnitude_of_all(const FactorChange& u) {
@@ -402,9 +404,12 @@ const DeviceKernels kDeviceKernels = {
     [](const TrackedStatistics& statistics, c10::Device) { batch_norm_track(statistics); },
     [](const PoolArgs& args, c10::Device) { max_pool_forward(args); },
     [](const PoolArgs& args, c10::Device) { max_pool_backward(args); },
-    [](const WeightRows& args, c10::Device) { weight_forward(args); },
+    [](const WeightRows& args, const UnitScales* unit, c10::Device) {
+      if (unit != nullptr) unit_scales(*unit);
+      weight_forward(args);
+    },
     [](const WeightRows& args, c10::Device) { weight_backward(args); },
-    [](const UnitScales& u, c10::Device) { u.f64 ? scales_of_unit<double>(u) : scales_of_unit<float>(u); },
+    [](const UnitScales& u, c10::Device) { unit_scales(u); },
     [](const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device) {
       learned_gradients(before);
       for (int64_t i = 0; i < largest_count(u); ++i) {

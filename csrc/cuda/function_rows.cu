@@ -37,13 +37,21 @@ QT_DEVICE void shift(const FunctionRows& args, const Contiguous& at, const float
   for (int k = 0; k < kVectorSize; ++k) z[k] = normal[k] * weight[k] + bias[k];
 }
 
+// Each thread makes the scale, and one of them writes it.
+QT_DEVICE float scale_of(const FunctionRows& args) {
+  if (args.made.start == nullptr) return __ldg(static_cast<const float*>(args.scale));
+  const float scale = trained_scale_at<float>(args.made, 0);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *static_cast<float*>(args.made.scale) = scale;
+  return scale;
+}
+
 // The grid of all rows.
 struct RowsGrid {
   Divisor scale;
   float zero_point;
 
   __device__ explicit RowsGrid(const FunctionRows& args)
-      : scale(usable_scale(__ldg(static_cast<const float*>(args.scale)))),
+      : scale(usable_scale(scale_of(args))),
         zero_point(args.zero_point == nullptr ? 0.0f
                                               : usable_zero_point(__ldg(static_cast<const float*>(args.zero_point)))) {}
 };

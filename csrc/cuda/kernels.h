@@ -85,7 +85,8 @@ void attention_weights(const AttentionWeights& args, double* workspace, cudaStre
 int64_t function_rows_workspace(const FunctionRows& args);
 void function_rows(const FunctionRows& args, double* workspace, cudaStream_t stream);
 
-void weight_forward(const WeightRows& args, cudaStream_t stream);
+// With the small tensors of the weight's unit, unless they are made before: `unit` is null then.
+void weight_forward(const WeightRows& args, const UnitScales* unit, cudaStream_t stream);
 void weight_backward(const WeightRows& args, cudaStream_t stream);
 
 void max_pool_forward(const PoolArgs& args, cudaStream_t stream);

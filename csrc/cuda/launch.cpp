@@ -200,8 +200,8 @@ const DeviceKernels kDeviceKernels = {
     [](const PoolArgs& args, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { max_pool_backward(args, stream); });
     },
-    [](const WeightRows& args, c10::Device device) {
-      on_stream(device, [&](cudaStream_t stream) { weight_forward(args, stream); });
+    [](const WeightRows& args, const UnitScales* unit, c10::Device device) {
+      on_stream(device, [&](cudaStream_t stream) { weight_forward(args, unit, stream); });
     },
     [](const WeightRows& args, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { weight_backward(args, stream); });

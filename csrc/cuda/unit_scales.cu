@@ -1,8 +1,8 @@
 // The small tensors of a unit; see unit_scales.h.
-#include "../unit/unit_scales.h"
 #include "gradients.cuh"
 #include "kernels.h"
 #include "loops.cuh"
+#include "unit_scales.cuh"
 
 namespace qtoolkit {
 namespace cuda {
@@ -10,13 +10,7 @@ namespace {
 
 template <class A>
 __global__ void __launch_bounds__(kThreads) unit_scales_kernel(UnitScales u) {
-  const int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-  unit_scales_at<A>(u, i);
-  if (u.bias.result == nullptr || i >= u.channels) return;
-  with_type<A, Kind::values>(u.bias.dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    static_cast<T*>(u.bias.result)[i] = from_arithmetic<T>(unit_bias<A>(u, i));
-  });
+  small_tensors_at<A>(u, int64_t{kThreads} * blockIdx.x + threadIdx.x);
 }
 
 template <class A>

@@ -4,6 +4,7 @@
 #include "index_divisor.h"
 #include "kernels.h"
 #include "loops.cuh"
+#include "unit_scales.cuh"
 
 namespace qtoolkit {
 namespace cuda {
@@ -37,9 +38,15 @@ QT_DEVICE WeightRow<A> row_at(const WeightRows& args, int64_t row) {
           DivisorOf<A>(usable_scale(__ldg(static_cast<const A*>(args.scale) + row * args.scale_step)))};
 }
 
-template <class A, class I>
-__global__ void __launch_bounds__(kThreads)
-    weight_values_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places) {
+// The same, from what the scale and the factor are made of.
+template <class A>
+QT_DEVICE WeightRow<A> row_of_unit(const UnitScales& u, int64_t row) {
+  return {weight_factor<A>(u, row),
+          DivisorOf<A>(usable_scale(trained_scale_at<A>(u.weight, u.weight.count == 1 ? 0 : row)))};
+}
+
+template <class A, class I, class RowAt>
+QT_DEVICE void weight_values(const WeightRows& args, const RowPlaces<I>& places, const RowAt& row_at) {
   const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
   const A* weight = static_cast<const A*>(args.weight);
   const int64_t numel = args.rows * args.length();
@@ -48,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
     A v[kVectorSize];
     if (shared && !args.other_format) {
       load_dense(weight, at, v);
-      const WeightRow<A> row = row_at<A>(args, static_cast<I>(at.first) / places.length);
+      const WeightRow<A> row = row_at(static_cast<I>(at.first) / places.length);
 #pragma unroll
       for (int k = 0; k < kVectorSize; ++k) v[k] = v[k] * row.factor;
       with_divisor(row.scale, v, [&](auto scale) {
@@ -61,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
         if (k >= at.n) break;
         const I i = static_cast<I>(at.first + k), row = i / places.length;
         const I first = row * static_cast<I>(args.length()), within = i - first;
-        const WeightRow<A> of = row_at<A>(args, row);
+        const WeightRow<A> of = row_at(row);
         const I from = args.other_format ? turned<I>(within, places.major, args.minor) : within;
         const A scale = of.scale, product = weight[first + from] * of.factor;
         v[k] = value_of(snap(product, scale, A(0), lo, hi).code, scale, A(0));
@@ -70,6 +77,24 @@ __global__ void __launch_bounds__(kThreads)
     with_type<A, Kind::values>(args.y_dtype,
                                [&](auto* type) { store_dense(static_cast<decltype(type)>(args.y), at, v); });
   });
+}
+
+template <class A, class I>
+__global__ void __launch_bounds__(kThreads)
+    weight_values_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places) {
+  weight_values<A>(args, places, [&](int64_t row) { return row_at<A>(args, row); });
+}
+
+// With the small tensors of the weight's unit, which no other block waits for.
+template <class A, class I>
+__global__ void __launch_bounds__(kThreads)
+    unit_weight_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places,
+                       const __grid_constant__ UnitScales u) {
+  const int64_t threads = int64_t{kThreads} * gridDim.x;
+  for (int64_t i = int64_t{kThreads} * blockIdx.x + threadIdx.x; i < largest_count(u); i += threads) {
+    small_tensors_at<A>(u, i);
+  }
+  weight_values<A>(args, places, [&](int64_t row) { return row_of_unit<A>(u, row); });
 }
 
 // A block has a row.
@@ -122,10 +147,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class I>
-void values(const WeightRows& args, cudaStream_t stream) {
-  const auto kernel = args.f64 ? weight_values_kernel<double, I> : weight_values_kernel<float, I>;
+void values(const WeightRows& args, const UnitScales* unit, cudaStream_t stream) {
   const unsigned blocks = blocks_for_vectors(args.rows * args.length());
-  kernel<<<blocks, kThreads, 0, stream>>>(args, RowPlaces<I>(args));
+  const RowPlaces<I> places(args);
+  if (unit == nullptr) {
+    const auto kernel = args.f64 ? weight_values_kernel<double, I> : weight_values_kernel<float, I>;
+    kernel<<<blocks, kThreads, 0, stream>>>(args, places);
+  } else {
+    const auto kernel = args.f64 ? unit_weight_kernel<double, I> : unit_weight_kernel<float, I>;
+    kernel<<<blocks, kThreads, 0, stream>>>(args, places, *unit);
+  }
 }
 
 template <class I>
@@ -136,8 +167,8 @@ void gradients(const WeightRows& args, cudaStream_t stream) {
 
 }  // namespace
 
-void weight_forward(const WeightRows& args, cudaStream_t stream) {
-  with_index(args.rows * args.length(), [&](auto index) { values<decltype(index)>(args, stream); });
+void weight_forward(const WeightRows& args, const UnitScales* unit, cudaStream_t stream) {
+  with_index(args.rows * args.length(), [&](auto index) { values<decltype(index)>(args, unit, stream); });
 }
 
 void weight_backward(const WeightRows& args, cudaStream_t stream) {

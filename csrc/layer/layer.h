@@ -11,6 +11,8 @@
 
 namespace qtoolkit {
 
+struct UnitScales;
+
 // A weight, the factor of each output channel, and its grid.
 struct LayerWeight {
   at::Tensor weight;
@@ -22,6 +24,9 @@ struct LayerWeight {
   int64_t group, block_size;
   double grad_factor;
   std::optional<at::Tensor> updated;  // the output channels that have a gradient; absent, all of them
+  // In a unit's forward: what makes the factor, the scale and the unit's other small tensors, if nothing has made them
+  // yet. The first launch that is about the weight does.
+  const UnitScales* unmade = nullptr;
 };
 
 struct Layer : LayerWeight {

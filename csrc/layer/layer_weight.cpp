@@ -132,7 +132,7 @@ class Rows {
 
   explicit operator bool() const { return valid_; }
 
-  Tensor values(MemoryFormat format, at::ScalarType type, Lifetime lifetime) {
+  Tensor values(MemoryFormat format, at::ScalarType type, Lifetime lifetime, const UnitScales* unit) {
     const bool is_image = w_.weight.dim() == 4;
     args_.other_format = is_image && format != format_ && !w_.weight.is_contiguous(format);
     const auto options = w_.weight.options().memory_format(is_image ? format : format_);
@@ -141,7 +141,7 @@ class Rows {
     const Tensor y = empty(w_.weight.sizes(), of_values);
     args_.y = y.mutable_data_ptr();
     args_.y_dtype = dtype_of(y);
-    on(y.device()).weight_forward(args_, y.device());
+    on(y.device()).weight_forward(args_, unit, y.device());
     return as_type(y, type);
   }
 
@@ -151,7 +151,7 @@ class Rows {
     const Tensor poison = at::empty({args_.rows}, options);
     args_.codes = static_cast<uint8_t*>(result.mutable_data_ptr());
     args_.poison = poison.mutable_data_ptr();
-    on(result.device()).weight_forward(args_, result.device());
+    on(result.device()).weight_forward(args_, nullptr, result.device());
     return {result, poison.to(type)};
   }
 
@@ -226,9 +226,18 @@ Tensor only_updated(const Tensor& per_channel, const Tensor& updated) {
 
 Tensor usable_scales(const Tensor& scale, at::ScalarType type) { return scale.to(type).abs().clamp_min(0x1p-126); }
 
+void make_now(const LayerWeight& w) {
+  if (w.unmade != nullptr) on(w.weight.device()).unit_scales(*w.unmade, w.weight.device());
+}
+
 Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, MemoryFormat format, optional<at::ScalarType> type,
                          Lifetime lifetime) {
-  if (Rows rows{w, g}) return rows.values(format, type.value_or(w.weight.scalar_type()), lifetime);
+  // A launch makes both in one type.
+  const bool apart = w.unmade != nullptr && w.unmade->f64 != (w.weight.scalar_type() == at::kDouble);
+  if (apart) make_now(w);
+  const auto in_type = type.value_or(w.weight.scalar_type());
+  if (Rows rows{w, g}) return rows.values(format, in_type, lifetime, apart ? nullptr : w.unmade);
+  if (!apart) make_now(w);
   const Tensor values = std::get<0>(fake_quant(scaled(w, g), w, false));
   const Tensor y = type.has_value() ? values.to(*type) : values;
   return w.weight.dim() == 4 ? laid_out(y, format) : y;

@@ -16,6 +16,9 @@ at::Tensor usable_scales(const at::Tensor& scale, at::ScalarType type);
 // Whether a tensor is a result, or is dropped at the end of the call.
 enum class Lifetime { result, call };
 
+// Makes the small tensors of the weight's unit now, if they are not made.
+void make_now(const LayerWeight& w);
+
 // The fake-quantized weight, in a memory format and a type: without one, in that of weight * factor.
 at::Tensor fake_quant_weight(const LayerWeight& w, const Geometry& g, at::MemoryFormat format,
                              std::optional<at::ScalarType> type, Lifetime lifetime);

@@ -49,6 +49,7 @@ Tensor quant_layer(const Tensor& x, const optional<Tensor>& bias, const Layer& l
   check_raw(kOp, raw, x.sym_sizes(), x);
   const WithoutAutocast guard;
   const at::MemoryFormat of_output = format.value_or(output_format(x, l));
+  if (l.integer) make_now(l);
   if (l.integer && !x.is_meta()) return as_type(integer_layer(x, bias, l).contiguous(of_output), type);
   const Tensor weight = fake_quant_weight(l, l.geometry, l.weight.suggest_memory_format(), type, Lifetime::call);
   const auto compute = l.geometry.is_linear() ? &apply : &strided_pointwise::convolution;

@@ -168,7 +168,8 @@ FunctionRows rows_of(const Function& f, const Tensor& x, const Output& output, c
 }
 
 QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, const OutputQuantizer& output,
-                          const Tensor& y_scale, at::ScalarType dtype, Value& value) {
+                          const Scales& scales, at::ScalarType dtype, Value& value) {
+  const Tensor& y_scale = *scales.y_scale;
   check_code_range(op, output.qmin, output.qmax);
   check_grid(op, x, y_scale, output.zero_point, std::nullopt, 1, 0);
   if (f.is_norm()) {
@@ -179,6 +180,7 @@ QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, co
   }
   QuantizedTensor q = {at::empty_like(x, dtype), {}, empty_mask(x, !output.learned)};
   FunctionRows args = rows_of(f, x, output, value);
+  if (scales.unmade.has_value()) args.made = scales.unmade->output;
   args.y = q.y.mutable_data_ptr();
   args.y_dtype = dtype_of(q.y);
   if (output.with_codes) {
@@ -209,14 +211,16 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   const at::ScalarType type = dtype.value_or(x.scalar_type());
   check_float_dtype(kOp, type);
   const WithoutAutocast guard;
-  const Scales scales = make_scales({kOp, nullptr, nullptr, nullptr, &output.trained}, {});
   Value value;
   QuantizedTensor q;
   // Packed codes are in the order of rows, and elements are rounded to the type of x.
   const bool packs = output.with_codes && fit_4_bits(output.qmin, output.qmax);
   const bool fits = function.is_norm() || (type == x.scalar_type() && (!packs || x.is_contiguous()));
-  if (fits && has_kernel(function, x)) {
-    q = by_kernel(kOp, function, x, output, *scales.y_scale, type, value);
+  const bool in_one = fits && has_kernel(function, x);
+  const Made made = in_one && output.trained.start->scalar_type() == at::kFloat ? Made::later : Made::now;
+  const Scales scales = make_scales({kOp, nullptr, nullptr, nullptr, &output.trained}, {}, {}, made);
+  if (in_one) {
+    q = by_kernel(kOp, function, x, output, scales, type, value);
   } else {
     value = value_of(function, x);
     q = quantize_output(value.result, output, scales.y_scale);

@@ -1,7 +1,7 @@
 // A function of a tensor with a quantizer after it, and its gradients, as one CUDA kernel each way.
 #pragma once
 
-#include "../kernel_args.h"
+#include "unit_scales.h"
 
 namespace qtoolkit {
 
@@ -17,6 +17,7 @@ struct FunctionRows {
   const float *weight = nullptr, *bias = nullptr;  // of a norm, or null
   float *mean = nullptr, *rstd = nullptr;  // of each row of a norm: forward writes them; an RMS norm has no mean
   const void *scale = nullptr, *zero_point = nullptr;  // one float each; the second is null if symmetric
+  TrainedScale made;  // what the scale is made of, which forward writes; without a start it is made before
   CodeBounds bounds;
 
   void* y = nullptr;

@@ -16,8 +16,9 @@ void layer_fake_quant(const c10::OperatorHandle& /*op*/, Stack* stack) {
   const WithoutAutocast guard;
   check_per_output(LayerUnit::kOp, "bias", u.bias.bias, output_channels(u.layer.weight, u.layer.geometry), u.x);
   u.bias.dtype = u.bias_dtype();
-  const Scales scales =
-      make_scales({LayerUnit::kOp, nullptr, &u.layer, &u.weight, &u.output.trained}, u.followed, u.bias);
+  const UnitParts parts = {LayerUnit::kOp, nullptr, &u.layer, &u.weight, &u.output.trained};
+  const Scales scales = make_scales(parts, u.followed, u.bias, Made::later);
+  u.layer.unmade = scales.unmade ? &*scales.unmade : nullptr;
   u.layer.scale = scales.scale;
   const Tensor z = quant_layer(u.x, scales.bias, u.layer, u.dtype, u.format(), u.raw);
   const QuantizedTensor q = quantize_output(z, u.output, scales.y_scale);

@@ -51,7 +51,9 @@ void unit(const c10::OperatorHandle& /*op*/, Stack* stack) {
   u.bias.dtype = u.bias_dtype();
   const GivenBias in_layer = norm.is_frozen() ? u.bias : GivenBias{};
   check_per_output("unit", "bias", in_layer.bias, output_channels(u.layer.weight, u.layer.geometry), u.x);
-  Scales scales = make_scales({"unit", &norm, &u.layer, &u.weight, &u.output.trained}, u.followed, in_layer);
+  const UnitParts parts = {"unit", &norm, &u.layer, &u.weight, &u.output.trained};
+  Scales scales = make_scales(parts, u.followed, in_layer, Made::later);
+  u.layer.unmade = scales.unmade ? &*scales.unmade : nullptr;
   u.layer.factor = scales.factor;
   u.layer.scale = scales.scale;
   u.factor = std::move(scales.factor);

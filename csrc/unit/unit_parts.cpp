@@ -157,6 +157,11 @@ optional<Tensor> bias_by_ops(const UnitParts& p, const GivenBias& given, const S
   return bias.has_value() && given.on_grid ? on_grid(*bias, p.layer->x_scale, scales.scale) : bias;
 }
 
+// Whether that is the bias itself.
+bool adds_as_given(const UnitParts& p, const GivenBias& given) {
+  return !is_frozen(p) && !(given.bias.has_value() && given.on_grid);
+}
+
 // Lets a launch make what the layer adds, if there is something to make and it can.
 bool add_bias(UnitScales& u, const UnitParts& p, const GivenBias& given, const Small& s, Scales& result) {
   const bool folds = is_frozen(p);
@@ -193,7 +198,7 @@ void check_parts(const UnitParts& p, const c10::SymInt& scales) {
   if (p.output != nullptr) check_trained(p.op, "y", *p.output, 1);
 }
 
-Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias& bias) {
+Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias& bias, Made made) {
   TORCH_CHECK_VALUE(p.weight == nullptr || p.weight->start.has_value(), p.op, ": start must be given, got None.");
   check_parts(p, p.weight == nullptr ? c10::SymInt(0) : p.weight->start->sym_numel());
   if (bias.on_grid) check_one(p.op, "x_scale", p.layer->x_scale, p.layer->weight);
@@ -247,7 +252,13 @@ Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias
                               : result.scale.defined() ? result.scale
                                                        : *result.y_scale)
                                  .device();
-  on(device).unit_scales(u, device);
+  // A scale that follows the weight's range needs all channels; ops of torch read what they take at once.
+  const bool alone = range.defined() || (!bias_in_launch && !adds_as_given(p, bias));
+  if (made == Made::later && on(device).on_gpu && !alone) {
+    result.unmade = u;
+  } else {
+    on(device).unit_scales(u, device);
+  }
   if (!bias_in_launch) result.bias = bias_by_ops(p, bias, result);
   return result;
 }

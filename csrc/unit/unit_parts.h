@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../layer/layer.h"
+#include "unit_scales.h"
 
 namespace qtoolkit {
 
@@ -97,9 +98,13 @@ struct GivenBias {
 struct Scales {
   at::Tensor factor, scale;
   std::optional<at::Tensor> y_scale, bias;
+  std::optional<UnitScales> unmade;  // the launch that is to make them, if it is left to the caller's next one
 };
 
-Scales make_scales(const UnitParts& parts, const Followed& followed, const GivenBias& bias = {});
+// When the scales are made: on a GPU the caller's next launch may do it.
+enum class Made { now, later };
+
+Scales make_scales(const UnitParts& parts, const Followed& followed, const GivenBias& bias = {}, Made made = Made::now);
 
 // The gradients of the scales, of the factor and of what a layer with a frozen batch norm adds; undefined where they
 // are not wanted.

@@ -301,7 +301,7 @@ QT_FN void unit_gradients_at(const UnitGradients& u, int64_t i) {
 
 // Of UnitScales or UnitGradients: up to which index there is something to compute.
 template <class U>
-int64_t largest_count(const U& u) {
+QT_FN int64_t largest_count(const U& u) {
   const int64_t scales = u.weight.count > u.output.count ? u.weight.count : u.output.count;
   return u.channels > scales ? u.channels : scales;
 }

@@ -403,7 +403,7 @@ def test_weight(kernels, shape, shared, folded, turned, given_dtype):
     }
     args = filled(WeightRows, **fields, dweight=dweight, sum_scale=sums[0], sum_factor=sums[1])
     for order in ORDERS.values():
-        kernels.weight_forward_on_host(ctypes.byref(args), order)
+        kernels.weight_forward_on_host(ctypes.byref(args), None, order)
         assert_same(y, wanted.detach().to(given_dtype))
         kernels.weight_backward_on_host(ctypes.byref(args), order)
         assert_same(dweight, passed * over.view(-1, *[1] * (len(shape) - 1)))
@@ -414,6 +414,52 @@ def test_weight(kernels, shape, shared, folded, turned, given_dtype):
         torch.testing.assert_close(
             found, ds.double(), **{**near, "atol": 1e-4 * float(ds.nan_to_num(0, 0, 0).abs().max())}
         )
+
+
+@pytest.mark.parametrize("given_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("float16", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shape", [*WEIGHTS.values(), (3000, 1)], ids=[*WEIGHTS, "rows of one element"])
+def test_weight_with_the_small_tensors_of_its_unit(kernels, shape, shared, float16, folded, turned, given_dtype):
+    """One launch writes what two write: the scales, the factor, the bias on the grid of the sums, and the weight."""
+    if turned and len(shape) != 4:
+        pytest.skip("only images have another memory format")
+    f64, rows = given_dtype == torch.float64, shape[0]
+    dtype = torch.float64 if f64 else torch.float32
+    weight = floats(dtype)(*shape)
+    given = {name: floats(dtype, seed)(rows).abs() + 0.1 for seed, name in enumerate(("variance", "gamma", "start"))}
+    given["gamma"][:2] = torch.tensor([0.0, -1.0])
+    start = given["start"][: 1 if shared else rows]
+    ratio, bias, x_scale = torch.full_like(start, -1.5), floats(dtype, 5)(rows), torch.tensor([0.03], dtype=dtype)
+
+    def launched(together: bool, order: int) -> dict[str, Tensor]:
+        wanted = {"scale": start, "factor": bias, "y_scale": start[:1], "bias": bias, "y": weight.to(given_dtype)}
+        out = {name: torch.full_like(like, 7) for name, like in wanted.items()}
+        if turned:
+            out["y"] = out["y"].contiguous(memory_format=torch.channels_last)
+        norm = {"variance": given["variance"], "gamma": given["gamma"], "factor": out["factor"]} if folded else {}
+        u = filled(UnitScales, f64=f64, channels=rows, eps=1e-5, **norm)
+        u.weight = filled(
+            TrainedScale, count=start.numel(), start=start, ratio=ratio, scale=out["scale"], float16=float16
+        )
+        u.output = filled(TrainedScale, count=1, start=start[:1], scale=out["y_scale"])
+        u.bias = filled(UnitBias, bias=bias, x_scale=x_scale, result=out["bias"], dtype=dtype_number(bias))
+        fields = {"rows": rows, "major": shape[1], "minor": weight[0].numel() // shape[1], "f64": f64, "weight": weight}
+        fields |= {"factor": out["factor"] if folded else None, "scale": out["scale"], "scale_step": 0 if shared else 1}
+        fields |= {"bounds": (-7.0, 7.0), "other_format": turned, "y": out["y"], "y_dtype": dtype_number(out["y"])}
+        args = filled(WeightRows, **fields)
+        if not together:
+            kernels.unit_scales_on_host(ctypes.byref(u))
+        kernels.weight_forward_on_host(ctypes.byref(args), ctypes.byref(u) if together else None, order)
+        return out
+
+    for order in ORDERS.values():
+        apart, together = launched(False, order), launched(True, order)
+        for name, found in together.items():
+            assert_same(found, apart[name])
+        assert not (together["y"] == 7).all()
 
 
 def dimensions(x: Tensor, y: Tensor, window: tuple) -> dict:

@@ -61,9 +61,9 @@ extern "C" void unit_scales_on_host(const UnitScales* u) { cuda::unit_scales(*u,
 extern "C" void unit_gradients_on_host(const UnitGradients* u) { cuda::unit_gradients(*u, {}, nullptr); }
 
 extern "C" int64_t size_of_weight_rows() { return sizeof(WeightRows); }
-extern "C" void weight_forward_on_host(const WeightRows* args, int order) {
+extern "C" void weight_forward_on_host(const WeightRows* args, const UnitScales* unit, int order) {
   device::order = static_cast<device::Order>(order);
-  cuda::weight_forward(*args, nullptr);
+  cuda::weight_forward(*args, unit, nullptr);
 }
 extern "C" void weight_backward_on_host(const WeightRows* args, int order) {
   device::order = static_cast<device::Order>(order);
