@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "batch_norm/batch_norm_args.h"
@@ -53,11 +54,12 @@ struct GradientOfSums {
   at::Tensor gradient;  // nothing is written to an empty one
 };
 
-// Gradients that are not written yet, with the tensors of their sums: one launch writes them, and what is computed from
-// them. Until then their tensors hold nothing.
+// Gradients that are not written yet: one launch writes them, and what is computed from them. Until then their tensors
+// hold nothing. On a GPU this is the launch of the gradients of a weight, if there is one, whose sums are among theirs.
 struct LaterGradients {
   c10::SmallVector<GradientOfSums, 8> all;
-  c10::SmallVector<at::Tensor, 2> sums;
+  std::optional<WeightRows> weight;
+  c10::SmallVector<at::Tensor, 8> kept;  // that hold what these point to
 };
 
 // What is computed on the device of its tensors. CUDA's use the current stream of the device and do not wait for it.
@@ -96,7 +98,10 @@ struct DeviceKernels {
   // The rows of a weight. The same launch makes the small tensors of its unit, the factor and the scale among them,
   // unless they are made before: `unit` is null then.
   void (*weight_forward)(const WeightRows& args, const UnitScales* unit, c10::Device device);
-  void (*weight_backward)(const WeightRows& args, c10::Device device);
+  // The same launch writes, behind the sums of a row, the gradients at the place of that row: first `before`, and then
+  // those of the unit.
+  void (*weight_backward)(const WeightRows& args, const UnitGradients& unit, at::ArrayRef<GradientOfSums> before,
+                          c10::Device device);
 
   // The small tensors of a unit, and their gradients.
   void (*unit_scales)(const UnitScales& u, c10::Device device);
@@ -129,12 +134,28 @@ inline const DeviceKernels& on([[maybe_unused]] c10::Device device) {
 inline void write_gradients(at::ArrayRef<GradientOfSums> gradients, const at::Tensor& sums, LaterGradients* later) {
   if (later == nullptr) return on(sums.device()).learned_gradients(gradients);
   later->all.append(gradients.begin(), gradients.end());
-  later->sums.push_back(sums);
+  later->kept.push_back(sums);
 }
 
-// Writes what has been collected.
-inline void write_now(LaterGradients& later) {
-  if (!later.all.empty()) on(later.sums[0].device()).learned_gradients(later.all);
+// Writes what has been collected, and the gradients of a unit that are computed from it.
+inline void write_now(LaterGradients& later, const UnitGradients& unit = {}) {
+  if (later.kept.empty()) return;
+  const c10::Device device = later.kept[0].device();
+  const DeviceKernels& kernels = on(device);
+  const std::optional<WeightRows>& weight = later.weight;
+  const int64_t own = largest_count(unit);
+  int64_t longest = own;
+  for (const GradientOfSums& g : later.all) longest = std::max(longest, g.gradient.numel());
+  if (weight.has_value() && longest <= weight->rows && (own == 0 || unit.f64 == weight->f64)) {
+    kernels.weight_backward(*weight, unit, later.all, device);
+  } else {
+    if (weight.has_value()) kernels.weight_backward(*weight, {}, {}, device);
+    if (own > 0) {
+      kernels.unit_gradients(unit, later.all, device);
+    } else if (!later.all.empty()) {
+      kernels.learned_gradients(later.all);
+    }
+  }
   later = {};
 }
 

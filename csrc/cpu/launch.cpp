@@ -368,6 +368,13 @@ void scales_of_unit(const UnitScales& u) {
   u.bias.dtype == Dtype::bf16 ? write(c10::BFloat16()) : u.bias.dtype == Dtype::f16 ? write(c10::Half()) : write(A());
 }
 
+void unit_gradients(const UnitGradients& u, at::ArrayRef<GradientOfSums> before) {
+  learned_gradients(before);
+  for (int64_t i = 0; i < largest_count(u); ++i) {
+    u.f64 ? unit_gradients_at<double>(u, i) : unit_gradients_at<float>(u, i);
+  }
+}
+
 void unit_scales(const UnitScales& u) { u.f64 ? scales_of_unit<double>(u) : scales_of_unit<float>(u); }
 
 // The magnitude of the factor of all channels together.
@@ -408,14 +415,12 @@ const DeviceKernels kDeviceKernels = {
       if (unit != nullptr) unit_scales(*unit);
       weight_forward(args);
     },
-    [](const WeightRows& args, c10::Device) { weight_backward(args); },
-    [](const UnitScales& u, c10::Device) { unit_scales(u); },
-    [](const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device) {
-      learned_gradients(before);
-      for (int64_t i = 0; i < largest_count(u); ++i) {
-        u.f64 ? unit_gradients_at<double>(u, i) : unit_gradients_at<float>(u, i);
-      }
+    [](const WeightRows& args, const UnitGradients& unit, at::ArrayRef<GradientOfSums> before, c10::Device) {
+      weight_backward(args);
+      unit_gradients(unit, before);
     },
+    [](const UnitScales& u, c10::Device) { unit_scales(u); },
+    [](const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device) { unit_gradients(u, before); },
     [](const HeldVariance& h, const FactorChange& u, c10::Device) {
       if (h.taken != nullptr) {
         const bool moved = *h.taken != *h.clock;

@@ -87,7 +87,9 @@ void function_rows(const FunctionRows& args, double* workspace, cudaStream_t str
 
 // With the small tensors of the weight's unit, unless they are made before: `unit` is null then.
 void weight_forward(const WeightRows& args, const UnitScales* unit, cudaStream_t stream);
-void weight_backward(const WeightRows& args, cudaStream_t stream);
+// With the gradients at the place of each row.
+void weight_backward(const WeightRows& args, const UnitGradients& unit, const AllGradients& before,
+                     cudaStream_t stream);
 
 void max_pool_forward(const PoolArgs& args, cudaStream_t stream);
 void max_pool_backward(const PoolArgs& args, cudaStream_t stream);

@@ -203,8 +203,10 @@ const DeviceKernels kDeviceKernels = {
     [](const WeightRows& args, const UnitScales* unit, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { weight_forward(args, unit, stream); });
     },
-    [](const WeightRows& args, c10::Device device) {
-      on_stream(device, [&](cudaStream_t stream) { weight_backward(args, stream); });
+    [](const WeightRows& args, const UnitGradients& u, at::ArrayRef<GradientOfSums> before, c10::Device device) {
+      const GradientsOnDevice given(before);
+      const AllGradients& all = given.all;
+      on_stream(device, [&](cudaStream_t stream) { weight_backward(args, u, all, stream); });
     },
     [](const UnitScales& u, c10::Device device) {
       on_stream(device, [&](cudaStream_t stream) { unit_scales(u, stream); });

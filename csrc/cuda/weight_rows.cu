@@ -1,6 +1,7 @@
 // Fake quantization of a weight whose output channels are rows in memory, and its gradients, on CUDA: one kernel each.
 #include "../fake_quant.h"
 #include "../layer/weight_rows.h"
+#include "gradients.cuh"
 #include "index_divisor.h"
 #include "kernels.h"
 #include "loops.cuh"
@@ -97,10 +98,11 @@ __global__ void __launch_bounds__(kThreads)
   weight_values<A>(args, places, [&](int64_t row) { return row_of_unit<A>(u, row); });
 }
 
-// A block has a row.
+// A block has a row, and the gradients at its place, which are computed from its sums.
 template <class A, class I>
 __global__ void __launch_bounds__(kThreads)
-    weight_gradients_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places) {
+    weight_gradients_kernel(const __grid_constant__ WeightRows args, const __grid_constant__ RowPlaces<I> places,
+                            const __grid_constant__ UnitGradients unit, const __grid_constant__ AllGradients before) {
   const int64_t first = blockIdx.x * args.length();
   const A lo = static_cast<A>(args.bounds.lo), hi = static_cast<A>(args.bounds.hi);
   const A* weight = static_cast<const A*>(args.weight) + first;
@@ -144,6 +146,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x != 0) return;
   args.sum_scale[blockIdx.x] = total.first;
   args.sum_factor[blockIdx.x] = total.second;
+  write_gradients(before, blockIdx.x);
+  unit_gradients_at<A>(unit, blockIdx.x);
 }
 
 template <class I>
@@ -160,9 +164,9 @@ void values(const WeightRows& args, const UnitScales* unit, cudaStream_t stream)
 }
 
 template <class I>
-void gradients(const WeightRows& args, cudaStream_t stream) {
+void gradients(const WeightRows& args, const UnitGradients& unit, const AllGradients& before, cudaStream_t stream) {
   const auto kernel = args.f64 ? weight_gradients_kernel<double, I> : weight_gradients_kernel<float, I>;
-  kernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args, RowPlaces<I>(args));
+  kernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args, RowPlaces<I>(args), unit, before);
 }
 
 }  // namespace
@@ -171,8 +175,9 @@ void weight_forward(const WeightRows& args, const UnitScales* unit, cudaStream_t
   with_index(args.rows * args.length(), [&](auto index) { values<decltype(index)>(args, unit, stream); });
 }
 
-void weight_backward(const WeightRows& args, cudaStream_t stream) {
-  with_index(args.rows * args.length(), [&](auto index) { gradients<decltype(index)>(args, stream); });
+void weight_backward(const WeightRows& args, const UnitGradients& unit, const AllGradients& before,
+                     cudaStream_t stream) {
+  with_index(args.rows * args.length(), [&](auto index) { gradients<decltype(index)>(args, unit, before, stream); });
 }
 
 }  // namespace cuda

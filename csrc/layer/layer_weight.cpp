@@ -173,19 +173,25 @@ class Rows {
     args_.dweight = result[0].mutable_data_ptr();
     args_.sum_scale = sums.mutable_data_ptr<double>();
     args_.sum_factor = args_.sum_scale + args_.rows;
-    kernels.weight_backward(args_, sums.device());
+    const bool sums_rows = wanted[2] && w_.scale.numel() == 1;
+    if (later != nullptr && kernels.on_gpu && !sums_rows) {
+      later->weight = args_;
+      for (const Tensor& t : {w_.weight, in, result[0], scale_, factor_}) later->kept.push_back(t);
+    } else {
+      kernels.weight_backward(args_, {}, {}, sums.device());
+    }
     c10::SmallVector<GradientOfSums, 2> of_sums;
     if (wanted[1] && w_.factor.has_value()) {
       result[1] = at::empty(w_.factor->sizes(), w_.factor->options());
       of_sums.push_back({args_.sum_factor, 1, {}, result[1]});
     }
-    const Tensor of_scale = wanted[2] && w_.scale.numel() == 1 ? sums.select(0, 0).sum() : sums;
+    const Tensor of_scale = sums_rows ? sums.select(0, 0).sum() : sums;
     if (wanted[2]) {
       result[2] = at::empty(w_.scale.sizes(), w_.scale.options());
       of_sums.push_back({of_scale.const_data_ptr<double>(), w_.grad_factor, w_.scale, result[2]});
     }
     write_gradients(of_sums, sums, later);
-    if (later != nullptr) later->sums.push_back(of_scale);
+    if (later != nullptr) later->kept.push_back(of_scale);
     return result;
   }
 

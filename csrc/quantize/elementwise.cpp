@@ -64,7 +64,7 @@ void LearnedSums::write_gradients(double factor, const Tensor& scale, const Tens
   c10::SmallVector<GradientOfSums, 2> all = {{rows[0].const_data_ptr<double>(), factor, scale, of_scale}};
   if (of_zero_point.numel() > 0) all.push_back({rows[1].const_data_ptr<double>(), factor, {}, of_zero_point});
   qtoolkit::write_gradients(all, rows[0], later);
-  if (later != nullptr) later->sums.push_back(rows[1]);
+  if (later != nullptr) later->kept.push_back(rows[1]);
 }
 
 void LearnedSums::write_total(int64_t row, double factor, const Tensor* sign, const Tensor& result) const {

@@ -327,13 +327,10 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
     result.bias = empty_as(*bias);
     u.bias_result = result.bias.mutable_data_ptr();
   }
-  if (largest_count(u) == 0) {
-    write_now(before);
-    return result;
+  if (before.kept.empty()) {
+    before.kept.push_back(in_weight ? in.scale : in_output ? in.y_scale : of_bias ? in.of_bias : in.of_factor);
   }
-  const Tensor& one_of = in_weight ? result.ratio : in_output ? result.y_ratio : of_bias ? result.bias : result.gamma;
-  const c10::Device device = one_of.device();
-  on(device).unit_gradients(u, before.all, device);
+  write_now(before, u);
   return result;
 }
 

@@ -300,7 +300,9 @@ def test_the_projections_of_an_attention_are_trained_in_part(route: str, kind: s
     weights = ["q_proj_weight", "k_proj_weight", "v_proj_weight"] if kind == "three weights" else ["in_proj_weight"]
     assert list(rows) == [f"attention.{name}" for name in (*weights, "out_proj.weight")]
     if by == "magnitude":  # of each of query, key and value as many
-        assert all(torch.div(each, 8, rounding_mode="floor").bincount().unique().tolist() == [2] for each in rows.values())
+        assert all(
+            torch.div(each, 8, rounding_mode="floor").bincount().unique().tolist() == [2] for each in rows.values()
+        )
     for each in (model, whole):
         each(x).square().sum().backward()
     for name, p in whole.named_parameters():

@@ -67,7 +67,7 @@ extern "C" void weight_forward_on_host(const WeightRows* args, const UnitScales*
 }
 extern "C" void weight_backward_on_host(const WeightRows* args, int order) {
   device::order = static_cast<device::Order>(order);
-  cuda::weight_backward(*args, nullptr);
+  cuda::weight_backward(*args, {}, {}, nullptr);
 }
 
 extern "C" int64_t size_of_attention_weights() { return sizeof(AttentionWeights); }
