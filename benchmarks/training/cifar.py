@@ -57,7 +57,7 @@ class Schedule:
     """
 
     images: int
-    epochs: int
+    epochs: float
     batch: int = 100
     rate: float = OPTIMIZERS["sgd"].rate
     clip: float | None = None
@@ -72,7 +72,7 @@ class Schedule:
     @property
     def steps(self) -> int:
         """The number of steps."""
-        return self.epochs * (self.images // self.batch)
+        return round(self.epochs * (self.images // self.batch))
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ class Run:
                         self._record(images, labels)
                     self._train_on(images, labels)
                     bar.update()
+                    if self.step == self.schedule.steps:
+                        break
                 self._save()
 
     @contextlib.contextmanager

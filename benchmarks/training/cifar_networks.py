@@ -1,15 +1,18 @@
-"""The networks of benchmarks/pages/accuracy.py: what they take, and where their float weights come from."""
+"""Networks that benchmarks train on CIFAR-10: what they take, and where their float weights come from."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.export_models import ROOT, resnet20_of
 from benchmarks.training.cifar import Data, Schedule, trained_float
+from benchmarks.training.mobilenet import float_mobilenet
+from benchmarks.training.transformer import FINE_TUNED, float_transformer
 
 EPOCHS, BATCH, RATE = 30, 128, 0.1  # of the float ResNet-8
 SEED = 0
@@ -25,12 +28,14 @@ class Network:
         float_model: Takes the folder of data, the images and the folder of checkpoints; returns the model with its float
             weights, in eval mode.
         with_peers: Whether other tools are trained on it where nobody says what to train.
+        fine_tuned: How it is trained from these weights, where that is not the default: fields of Schedule.
     """
 
     title: str
     raw: bool
     float_model: Callable[[Path, Data, Path], nn.Module]
-    with_peers: bool
+    with_peers: bool = False
+    fine_tuned: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _stored_resnet20(folder: Path, data: Data, checkpoints: Path) -> nn.Module:
@@ -49,5 +54,7 @@ def trained_resnet8(folder: Path, data: Data, checkpoints: Path) -> nn.Module:
 
 NETWORKS = {
     "resnet20": Network("ResNet-20", False, _stored_resnet20, with_peers=True),
-    "resnet8": Network("ResNet-8 on raw pixels", True, trained_resnet8, with_peers=False),
+    "resnet8": Network("ResNet-8 on raw pixels", True, trained_resnet8),
+    "mobilenet": Network("MobileNetV2 for 32 x 32 pixels", False, lambda _, *of: float_mobilenet(*of)),
+    "transformer": Network("ViT of 4 blocks", False, lambda _, *of: float_transformer(*of), fine_tuned=FINE_TUNED),
 }
