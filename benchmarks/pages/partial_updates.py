@@ -4,12 +4,14 @@ python -m benchmarks.pages.partial_updates                 trains what is missin
 python -m benchmarks.pages.partial_updates --network transformer --bits 4 --shares 1 0.25 --seeds 0
 python -m benchmarks.pages.partial_updates --shares 1 --epochs 0.8     all weights, in the time of fewer steps
 python -m benchmarks.pages.partial_updates --shares 1 --only "torch.ao, learnable" Brevitas     other tools
+python -m benchmarks.pages.partial_updates --times         times the steps of what has been trained, after all trainings
 python -m benchmarks.pages.partial_updates --page docs/design/trainings.md     writes the tables and plots into the page
 
 Each training starts from float weights: those of shared/data, or those that are trained here first and kept with the
 checkpoints. Scales are learned ("lsq"); the first and the last layer have eight bits. Images are cropped and flipped at
-random; the accuracy is that on the 10,000 test images. The time of a step is processor time, of one thread. A training that
-was ended goes on after its last whole epoch (--checkpoints), and one with a result is not repeated. Seeds take turns.
+random; the accuracy is that on the 10,000 test images. A training that was ended goes on after its last whole epoch
+(--checkpoints), and one with a result is not repeated. Seeds take turns. Times are measured apart, in one run: all that is
+trained of a network in some bits takes a step in turn.
 """
 
 import argparse
@@ -17,10 +19,10 @@ import itertools
 import json
 import re
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from benchmarks.pages.stored import rows_before, write_part
+import qtoolkit as qt
+from benchmarks.measure import ROOF, Case, Pace, measure
+from benchmarks.pages.stored import rows_before, write_part, write_rows
 from benchmarks.real_data import DATA, MISSING
 from benchmarks.report import markdown_lines, show
 from benchmarks.training.algorithms import PEERS, build
@@ -40,6 +44,9 @@ RESULTS = Path(__file__).parents[1] / "results" / "partial_updates.json"
 SUBJECTS = ("lsq", *PEERS)
 SEEDS, BITS, SHARES, RULES = (0, 1, 2), (4,), (1, 0.5, 0.25, 0.1, 0.05, 0), ("magnitude", "rotation")
 BEGIN, END = "<!-- begin: benchmarks/pages/partial_updates.py -->", "<!-- end -->"
+
+
+Step = tuple[str, int, str, float]
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class Training:
         return re.sub(r"[^\w.]+", "-", "_".join(map(str, asdict(self).values())))
 
     @property
+    def step(self) -> Step:
+        """That on which the time of a step depends."""
+        return self.network, self.bits, self.subject, self.share
+
+    @property
     def line(self) -> tuple[object, ...]:
         """What it shares with the other seeds of its line of its network's table, in the order of the lines."""
         return -self.bits, SUBJECTS.index(self.subject), -self.epochs, RULES.index(self.by), -self.share
@@ -83,13 +95,11 @@ class Row:
         training: The training.
         calibrated: The accuracy before it, in percent.
         trained: The accuracy after it.
-        milliseconds: The processor time of a step.
     """
 
     training: Training
     calibrated: float
     trained: float
-    milliseconds: float
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Row":
@@ -97,18 +107,41 @@ class Row:
         return Row(**{**row, "training": Training(**row["training"])})
 
 
-def train(training: Training, float_model: nn.Module, data: Data, checkpoints: Path) -> Row:
-    """Train from a float model."""
+def run_of(training: Training, float_model: nn.Module, data: Data, checkpoints: Path) -> Run:
+    """Return a training from a float model."""
     torch.manual_seed(training.seed)
     batches = data.train[0][:CALIBRATION].split(64)
     model = build(training.subject, deepcopy(float_model).train(), batches, training.bits)
-    before, fine_tuned = accuracy(model, data), NETWORKS[training.network].fine_tuned
-    schedule = Schedule(len(data.train[1]), training.epochs, share=training.share, by=training.by, **fine_tuned)
-    run = Run(model, data, schedule, training.seed, checkpoints / f"{training.name}.pt")
-    first, start = run.step, time.process_time()
+    of_share = {"share": training.share, "by": training.by, **NETWORKS[training.network].fine_tuned}
+    schedule = Schedule(len(data.train[1]), training.epochs, **of_share)
+    return Run(model, data, schedule, training.seed, checkpoints / f"{training.name}.pt")
+
+
+def train(training: Training, float_model: nn.Module, data: Data, checkpoints: Path) -> Row:
+    """Train from a float model."""
+    run = run_of(training, float_model, data, checkpoints)
+    before = accuracy(run.model, data)  # of a training that goes on: where it was
     run.train(training.name)
-    milliseconds = 1e3 * (time.process_time() - start) / max(run.step - first, 1)
-    return Row(training, before, accuracy(model, data), milliseconds)
+    return Row(training, before, accuracy(run.model, data))
+
+
+def times(trainings: Sequence[Training], float_model: nn.Module, data: Data) -> dict[Step, float]:
+    """Return the time of a step of each, in turn, as a multiple of the time of the first's."""
+    steps = {}
+    for training in trainings:
+        run = run_of(training, float_model, data, Path("none"))
+        settled(run.model)
+        steps[training] = partial(run.update, *(part[: run.schedule.batch] for part in data.train))
+    first, *others = trainings
+    work = {ROOF: steps[first], **{str(i): steps[training] for i, training in enumerate(others)}}
+    row = measure(Case("", "", work), torch.get_num_threads(), Pace(12, 120.0))
+    return {first.step: 1.0, **{training.step: row.ratios[str(i)] for i, training in enumerate(others)}}
+
+
+def settled(model: nn.Module) -> None:
+    """Bring a model behind the first steps, in which ranges follow the data."""
+    if qt.quantizers_of(model):
+        qt.freeze_ranges(model)
 
 
 def by_network(results: Mapping[str, Any]) -> dict[str, list[Row]]:
@@ -126,6 +159,7 @@ COLUMNS = (
 
 def table(results: Mapping[str, Any], network: str, rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
     """Return the title, the names of columns and the lines; times are relative to a training of all weights for an epoch."""
+    steps = steps_of(results)
     title = (
         f"{NETWORKS[network].title}, CIFAR-10: accuracy in % on {results['images']['test']:,} test images, after epochs of "
         f"{results['images']['train']:,} images; the float model has {results['float_weights'][network]:.2f} %"
@@ -136,7 +170,7 @@ def table(results: Mapping[str, Any], network: str, rows: Sequence[Row]) -> tupl
         to_whole, step, length = "", "", ""
         if beside := of_all_weights(rows, t.bits):
             to_whole = f"{statistics.mean(trained) - statistics.mean(row.trained for row in beside):+.2f}"
-            relative = median_of(line) / median_of(beside)
+        if (relative := steps.get(t.step)) is not None:
             step, length = f"{relative:.2f}", f"{relative * t.epochs:.2f}"
         rule = t.by if 0 < t.share < 1 else ""
         calibrated = statistics.mean(row.calibrated for row in line)
@@ -153,12 +187,12 @@ def of_all_weights(rows: Sequence[Row], bits: int) -> list[Row]:
     return [row for row in rows if replace(row.training, seed=0, network=whole.network) == whole]
 
 
-def median_of(line: Sequence[Row]) -> float:
-    """Return the median time of a step over seeds."""
-    return statistics.median(row.milliseconds for row in line)
+def steps_of(results: Mapping[str, Any]) -> dict[Step, float]:
+    """Return the times of steps that have been measured."""
+    return {tuple(of): relative for *of, relative in results.get("steps", ())}
 
 
-def draw(path: Path, rows: Sequence[Row]) -> None:
+def draw(path: Path, rows: Sequence[Row], steps: Mapping[Step, float]) -> None:
     """Write the plot as SVG: accuracy against the time of a step, a line for each number of bits, rule and length."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
@@ -167,12 +201,12 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     points: dict[str, list[tuple[float, float, str]]] = {}
     for line in lines_of(rows):
         t = line[0].training
-        if beside := of_all_weights(rows, t.bits):
+        if t.step in steps:
             mean, ours = statistics.mean(row.trained for row in line), t.subject == SUBJECTS[0]
             length = f"{t.epochs:g} epoch{'s' * (t.epochs > 1)}"
             name = f"W{t.bits}A{t.bits}, {f'by {t.by}' if ours else t.subject}, {length}"
             shown = f"{t.share:g}" if ours else ""
-            points.setdefault(name, []).append((median_of(line) / median_of(beside), mean, shown))
+            points.setdefault(name, []).append((steps[t.step], mean, shown))
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, of in points.items():
         axis.plot([x for x, _, _ in of], [y for _, y, _ in of], "o-" if of[0][2] else "x", label=name)
@@ -192,7 +226,7 @@ def write_page(page: Path, results: Mapping[str, Any]) -> None:
     for network, rows in by_network(results).items():
         title, names, cells = table(results, network, rows)
         picture = page.with_name(f"partial_updates_{network}.svg")
-        draw(picture, rows)
+        draw(picture, rows, steps_of(results))
         shown = f"![Accuracy against the time of a step, for shares of the channels]({picture.name})"
         lines += [f"### {NETWORKS[network].title}", "", f"{title}.", "", shown, "", *markdown_lines(names, cells), ""]
     lines += [f"{results['cpu']}, torch {results['torch']}, one thread:", ""]
@@ -204,6 +238,19 @@ def wanted(args: argparse.Namespace) -> Iterator[Training]:
     for seed, subject, bits, share, by in itertools.product(args.seeds, args.only, args.bits, args.shares, args.by):
         if 0 < share < 1 or by == args.by[0]:
             yield Training(bits, float(share), by, seed, args.epochs, args.network, subject)
+
+
+def time_all(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> None:
+    """Add the times of steps to the file of results, of all that has rows."""
+    results = json.loads(args.out.read_text())
+    steps = steps_of(results)
+    trained = sorted({row.training.step: replace(row.training, seed=0) for row in rows}.values(), key=lambda t: t.line)
+    for (network, bits), of in itertools.groupby(sorted(trained, key=lambda t: t.step[:2]), lambda t: t.step[:2]):
+        data = load(folder, images_of(args)["train"], 10, NETWORKS[network].raw)
+        float_model = NETWORKS[network].float_model(folder, data, checkpoints_of(args))
+        whole = Training(bits, 1.0, RULES[0], 0, 1.0, network)
+        steps |= times([whole, *(t for t in of if t.step != whole.step)], float_model, data)
+    write_rows(args.out, {**results, "steps": [[*step, relative] for step, relative in steps.items()]}, results["rows"])
 
 
 def train_missing(missing: Sequence[Training], rows: list[Row], folder: Path, args: argparse.Namespace) -> None:
@@ -226,6 +273,9 @@ def main() -> None:
     parser.add_argument("--by", nargs="+", choices=RULES, default=RULES)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--epochs", type=float, default=1)
+    parser.add_argument(
+        "--times", action="store_true", help="time the steps of what has been trained, and train nothing"
+    )
     add_options(parser, Path("build/partial_updates"), RESULTS)
     args = parser.parse_args()
     if args.page is not None:
@@ -235,7 +285,10 @@ def main() -> None:
         parser.error(MISSING)
     rows = [Row.of(row) for row in rows_before(args.out, {"images": dict(images_of(args))})]
     done = {row.training for row in rows}
-    if missing := [training for training in wanted(args) if training not in done]:
+    missing = [training for training in wanted(args) if training not in done]
+    if args.times:
+        time_all(rows, DATA, args)
+    elif missing:
         train_missing(missing, rows, DATA, args)
     results = json.loads(args.out.read_text())
     for network, of_network in by_network(results).items():

@@ -65,6 +65,7 @@ class Method:
         finish: Takes the calibrated model and the data, and improves the model; None for nothing.
         before: Changes the float model before it is prepared.
         trained: Whether it is trained.
+        share: Of the output channels of each weight, which a step of the training updates.
         backend: The backend for which the model is prepared.
     """
 
@@ -73,6 +74,7 @@ class Method:
     finish: Callable[[nn.Module, Data, bool], object] | None = None
     before: Callable[[nn.Module, Data], nn.Module] | None = None
     trained: bool = False
+    share: float = 1.0
     backend: str = "academic"
 
     def qconfig(self, bits: Bits) -> qt.QConfig:
@@ -130,6 +132,8 @@ CALIBRATED: Mapping[str, Method] = {
 TRAINED: Mapping[str, Method] = {
     "fixed": Method(MSE, {}, trained=True),
     "lsq": _learned("lsq", "lsq"),
+    "lsq, a quarter of the channels": replace(_learned("lsq", "lsq"), share=0.25),
+    "lsq, no weights": replace(_learned("lsq", "lsq"), share=0),
     "lsq_plus": _learned("lsq_plus", "lsq", **AFFINE),
     "learned_range": _learned("learned_range", "lsq", **AFFINE),
     "pact": _learned("pact", "lsq"),
@@ -201,7 +205,7 @@ def measure(row: Row, folder: Path, data: Data, schedule: Schedule, quick: bool)
         method.finish(model, data, quick)
     if method.trained:
         with tqdm(total=schedule.steps, desc=" ".join(map(str, row.key)), mininterval=5, leave=False) as bar:
-            model = train(model, data, schedule, row.seed, bar.update)
+            model = train(model, data, schedule, row.seed, bar.update, method.share)
     return replace(row, calibrated=before, minutes=(time.perf_counter() - start) / 60, **psnr(model, data))
 
 

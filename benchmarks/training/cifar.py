@@ -207,7 +207,7 @@ class Run:
     def _record(self, images: Tensor, labels: Tensor) -> None:
         self.batch, self.graph = (images.clone(), labels.clone()), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-            self._update(*self.batch)
+            self.update(*self.batch)
 
     def _train_on(self, images: Tensor, labels: Tensor) -> None:
         falling = 1 + math.cos(math.pi * self.step / self.schedule.steps)
@@ -217,7 +217,7 @@ class Run:
             else:
                 group["lr"] = rate * falling / 2
         if self.graph is None:
-            self._update(images, labels)
+            self.update(images, labels)
         else:
             for kept, new in zip(self.batch, (images, labels), strict=True):
                 kept.copy_(new)
@@ -226,7 +226,8 @@ class Run:
         if self.updates is not None:
             self.updates.step()
 
-    def _update(self, images: Tensor, labels: Tensor) -> None:
+    def update(self, images: Tensor, labels: Tensor) -> None:
+        """Compute a step on images, with the present learning rates."""
         self.optimizer.zero_grad()
         with torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.schedule.bfloat16):
             logits = self.model(images)

@@ -79,12 +79,18 @@ def quantized(model: nn.Module, data: Data, qconfig: qt.QConfig, backend: str) -
     return prepared
 
 
-def train(model: nn.Module, data: Data, schedule: Schedule, seed: int, progress: Callable[[int], object]) -> nn.Module:
-    """Train a model, or a copy of a float model, on the patches of high resolution; return it in eval mode."""
+def train(
+    model: nn.Module, data: Data, schedule: Schedule, seed: int, progress: Callable[[int], object], share: float = 1.0
+) -> nn.Module:
+    """Train a model, or a copy of a float model, on the patches of high resolution; return it in eval mode.
+
+    `share` is that of `qtoolkit.tuning.PartialUpdates`; 1 trains whole weights.
+    """
     model = (model if qt.quantizers_of(model) else copy.deepcopy(model)).train()
     generator = torch.Generator().manual_seed(seed)
     groups = qt.parameter_groups(model, lr=schedule.rate, weight_decay=0.0, scale_lr=schedule.scale_rate)
     optimizer = torch.optim.Adam(groups)
+    updates = qt.tuning.PartialUpdates(model, optimizer, share) if share < 1 else None
     falling = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: (1 + math.cos(math.pi * step / schedule.steps)) / 2
     )
@@ -94,7 +100,11 @@ def train(model: nn.Module, data: Data, schedule: Schedule, seed: int, progress:
         _error(model(low), high).backward()
         optimizer.step()
         falling.step()
+        if updates is not None:
+            updates.step()
         progress(1)
+    if updates is not None:
+        updates.finish()
     return model.eval()
 
 

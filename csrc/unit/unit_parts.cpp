@@ -327,7 +327,7 @@ PartGradients gradients_of_parts(const UnitParts& p, const ScaleGradients& in, c
     result.bias = empty_as(*bias);
     u.bias_result = result.bias.mutable_data_ptr();
   }
-  if (before.kept.empty()) {
+  if (before.kept.empty() && largest_count(u) > 0) {
     before.kept.push_back(in_weight ? in.scale : in_output ? in.y_scale : of_bias ? in.of_bias : in.of_factor);
   }
   write_now(before, u);

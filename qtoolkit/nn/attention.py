@@ -145,8 +145,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         return {**weights, "out_proj_weight_quantizer": self.out_proj.weight}
 
     def layers_of_weights(self) -> Mapping[str, LayerOp]:
-        of_inputs = (self._whole_in_projections(), (name for name in IN_WEIGHTS if getattr(self, name) is not None))
-        return {**dict(zip(*reversed(of_inputs), strict=True)), "out_proj.weight": self.out_projection}
+        return {**self._whole_in_projections(), "out_proj.weight": self.out_projection}
 
     def forward(
         self,
@@ -257,19 +256,20 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
 
     def in_projections(self, inputs: Sequence[object]) -> list[Projection]:
         """Return the projections of query, key and value: one of neighbours that are one object, if their weights are one."""
-        whole = self._whole_in_projections()
-        if len(whole) > 1:
-            return whole
+        first, *others = self._whole_in_projections().values()
+        if others:
+            return [first, *others]
         query, key, value = inputs
-        return whole[0].split(SHARED[query is key, key is value])
+        return first.split(SHARED[query is key, key is value])
 
-    def _whole_in_projections(self) -> list[Projection]:
-        """Return a projection by each weight of the inputs."""
+    def _whole_in_projections(self) -> dict[str, Projection]:
+        """Return the projection by each weight of the inputs."""
         if self.in_proj_weight is not None:
-            return [self._projection("qkv", "in_proj_weight", self.in_proj_bias, 0)]
+            return {"in_proj_weight": self._projection("qkv", "in_proj_weight", self.in_proj_bias, 0)}
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        own = enumerate(zip("qkv", biases, strict=True))
-        return [self._projection(name, f"{name}_proj_weight", bias, place) for place, (name, bias) in own]
+        names = [f"{name}_proj_weight" for name in "qkv"]
+        own = enumerate(zip("qkv", names, biases, strict=True))
+        return {weight: self._projection(name, weight, bias, place) for place, (name, weight, bias) in own}
 
     def _projection(self, name: str, weight: str, bias: Tensor | None, place: int) -> Projection:
         source, quantizer = self.source_of(place), getattr(self, f"{weight}_quantizer")

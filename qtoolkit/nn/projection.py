@@ -74,9 +74,9 @@ class Projection(LayerOp):
     @property
     def updated_channels(self) -> Tensor | None:  # type: ignore[override]
         """The channels whose weights get gradients in training; None for all."""
-        parts = [getattr(self.attention, name) for name in self.buffers]
-        if parts[0] is None or len(parts) == 1:
-            return parts[0]
+        parts = [part for name in self.buffers if (part := self.attention._buffers[name]) is not None]
+        if len(parts) < 2:
+            return parts[0] if parts else None
         size = self.channels() // len(parts)
         return torch.cat([part + place * size for place, part in enumerate(parts)])
 

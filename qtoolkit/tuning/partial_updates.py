@@ -47,7 +47,7 @@ class _Weight:
         return self.layer.sum_per_output(weight.abs()) * self.layer.channels() / weight.numel()
 
     def in_weight(self, channels: Tensor) -> Tensor:
-        """Return the channels of the weight, in order, from those of each of its layers (layers, count)."""
+        """Return the channels of the weight, in order, from the channels of its layers (layers, count)."""
         first = torch.arange(0, self.layer.channels(), self.of_each, device=channels.device)
         return (channels.sort(-1).values + first[:, None]).flatten()
 
