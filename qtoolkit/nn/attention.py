@@ -91,6 +91,7 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
 
     FLOAT = nn.MultiheadAttention
     KIND = "attention"
+    UPDATED = UPDATED
 
     out_proj_input_quantizer: Quantizer | None
     in_proj_weight_quantizer: Quantizer | None
@@ -114,14 +115,8 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         for attribute in ACTIVATION_QUANTIZERS:
             setattr(self, attribute, activation_quantizer(activation, f"{name}.{attribute}", self))
         self.add_weight_quantizers(weight, name)
-        for attribute in UPDATED:
-            self.register_buffer(attribute, None, persistent=False)
+        self.add_updated_channels()
         self._hook = self.register_forward_pre_hook(stop_fast_path).id
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is not the attention whose weights an optimizer updates in part.
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_buffers": {**self._buffers, **dict.fromkeys(UPDATED)}}
 
     def to_float(self) -> nn.Module:
         """Return the float module with the same parameters."""

@@ -37,6 +37,7 @@ class QuantModule(nn.Module):
         FLOAT: The float type that it replaces.
         KIND: Its kind of op: one of `qtoolkit.op_kinds.table.KINDS`, or "other" for an op of no kind in the table.
         OP_KIND: The row of that kind in the table.
+        UPDATED: The names of its buffers of the output channels that give gradients to weights.
 
     Raises:
         ValueError: A subclass with a `FLOAT` has no `KIND`, or an unknown one.
@@ -50,6 +51,7 @@ class QuantModule(nn.Module):
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]
     OP_KIND: ClassVar[OpKind]
+    UPDATED: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -140,6 +142,16 @@ class QuantModule(nn.Module):
     def trained_weights(self) -> Mapping[str, Tensor]:
         """Return the parameters, by the same names, of tensors that are a parameter times constants: by default none."""
         return {}
+
+    def add_updated_channels(self) -> None:
+        """Register the buffers of the channels that are updated; None for all."""
+        for name in self.UPDATED:
+            self.register_buffer(name, None, persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not the module whose weights an optimizer updates in part.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_buffers": {**self._buffers, **dict.fromkeys(self.UPDATED)}}
 
     def layers_of_weights(self) -> Mapping[str, LayerOp]:
         """Return the layer of each weight that can be trained in part, by the name of the weight."""

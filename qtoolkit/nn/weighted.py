@@ -55,6 +55,8 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         (True, True)
     """
 
+    UPDATED = ("updated_channels",)
+
     input_quantizer: Quantizer | None
     integer_kernel: nn.Module | None
     layer_calls: tuple[LayerCall, ...] = (LayerCall(),)
@@ -76,24 +78,19 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
         self.input_quantizer = activation_quantizer(input_spec, f"{name}.input_quantizer", self)
 
     def add_quantizers(self, weight: QuantSpec | None, name: str, activation: QuantSpec | None = None) -> None:
-        self.register_buffer("updated_channels", None, persistent=False)
+        self.add_updated_channels()
         self.integer_kernel = None
         self.input_quantizer = None
         self.weight_quantizer = None
         if weight is not None:
             self.weight_quantizer = weight_quantizer(self.weight, weight, name, self.scale_groups(weight.axis))
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy is not the layer whose weight an optimizer updates in part.
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, "_buffers": {**self._buffers, "updated_channels": None}}
-
     def layers_of_weights(self) -> Mapping[str, LayerOp]:
         in_groups = self.OUTPUT_AXIS == 1 and self.weight_groups()[1] > 1  # the channels lie along two axes
         return {"weight": self} if self.has_geometry() and not in_groups else {}
 
     def update_channels(self, channels: Tensor | None) -> None:
-        put_channels(self, "updated_channels", channels, self.weight.device)
+        put_channels(self, *self.UPDATED, channels, self.weight.device)
 
     def own_attributes(self) -> tuple[str, ...]:
         quantizers = ("weight_quantizer", "input_quantizer", *(call.kernel_name for call in self.layer_calls))
@@ -102,7 +99,7 @@ class QuantWeighted(FoldsBatchNorm, on_codes.TakesCodes):
             *quantizers,
             *settings,
             "layer_calls",
-            "updated_channels",
+            *self.UPDATED,
             "_linked_batch_norm",
             "_holds_batch_norm",
             "_holds_batch_norm_before",
