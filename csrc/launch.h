@@ -55,11 +55,14 @@ struct GradientOfSums {
 };
 
 // Gradients that are not written yet: one launch writes them, and what is computed from them. Until then their tensors
-// hold nothing. On a GPU this is the launch of the gradients of a weight, if there is one, whose sums are among theirs.
+// hold nothing. On a GPU this is the launch of the gradients of a weight or of a function, if there is one, whose sums
+// are among theirs.
 struct LaterGradients {
   c10::SmallVector<GradientOfSums, 8> all;
   std::optional<WeightRows> weight;
-  c10::SmallVector<at::Tensor, 8> kept;  // that hold what these point to
+  std::optional<FunctionRows> function;
+  std::optional<at::Tensor> scale, zero_point;  // the function's
+  c10::SmallVector<at::Tensor, 8> kept;         // that hold what these point to
 };
 
 // What is computed on the device of its tensors. CUDA's use the current stream of the device and do not wait for it.
@@ -112,8 +115,10 @@ struct DeviceKernels {
   // Weights of an attention from scores, and the gradient of the scores; null where torch's ops compute them.
   void (*attention_weights)(AttentionWeights& args, const GridTensors& grid, c10::Device device);
 
-  // A function with its quantizer, and its gradients; null likewise.
-  void (*function_rows)(FunctionRows& args, const GridTensors& grid, c10::Device device);
+  // A function with its quantizer, and its gradients; null likewise. Behind the sums the launch writes gradients of one
+  // element: first `before`, and then those of the unit.
+  void (*function_rows)(FunctionRows& args, const GridTensors& grid, const UnitGradients& unit,
+                        at::ArrayRef<GradientOfSums> before, c10::Device device);
 };
 
 namespace cpu {
@@ -143,18 +148,22 @@ inline void write_now(LaterGradients& later, const UnitGradients& unit = {}) {
   const c10::Device device = later.kept[0].device();
   const DeviceKernels& kernels = on(device);
   const std::optional<WeightRows>& weight = later.weight;
-  const int64_t own = largest_count(unit);
+  const int64_t own = largest_count(unit), places = weight ? weight->rows : later.function ? 1 : 0;
   int64_t longest = own;
   for (const GradientOfSums& g : later.all) longest = std::max(longest, g.gradient.numel());
-  if (weight.has_value() && longest <= weight->rows && (own == 0 || unit.f64 == weight->f64)) {
-    kernels.weight_backward(*weight, unit, later.all, device);
-  } else {
-    if (weight.has_value()) kernels.weight_backward(*weight, {}, {}, device);
-    if (own > 0) {
-      kernels.unit_gradients(unit, later.all, device);
-    } else if (!later.all.empty()) {
-      kernels.learned_gradients(later.all);
-    }
+  const bool together = longest <= places && (own == 0 || unit.f64 == (weight && weight->f64));
+  const UnitGradients of_launch = together ? unit : UnitGradients{};
+  const at::ArrayRef<GradientOfSums> before = together ? later.all : at::ArrayRef<GradientOfSums>();
+  if (weight) {
+    kernels.weight_backward(*weight, of_launch, before, device);
+  } else if (later.function) {
+    kernels.function_rows(*later.function, {pointer(later.scale), pointer(later.zero_point)}, of_launch, before,
+                          device);
+  }
+  if (!together && own > 0) {
+    kernels.unit_gradients(unit, later.all, device);
+  } else if (!together && !later.all.empty()) {
+    kernels.learned_gradients(later.all);
   }
   later = {};
 }

@@ -2,6 +2,7 @@
 // block, so that each direction reads its tensors once, as those of functions of an element do.
 #include "../fake_quant.h"
 #include "../unit/function_rows.h"
+#include "gradients.cuh"
 #include "kernels.h"
 #include "loops.cuh"
 #include "rows.cuh"
@@ -219,18 +220,25 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) write({parts.scale, parts.zero_point}, blockIdx.x, pair);
 }
 
+// The sums of all blocks, and the gradients that are computed from them; by one block.
+QT_DEVICE void join_sums(const FunctionRows& args, const double* scale, const double* zero_point, int64_t blocks,
+                         const UnitGradients& unit, const AllGradients& before) {
+  Pair mine = {0, 0};
+  for (int64_t b = threadIdx.x; b < blocks; b += kThreads) mine = Add()(mine, {scale[b], zero_point[b]});
+  const Pair pair = sum_of_block(mine);
+  if (threadIdx.x != 0 || args.sums == nullptr) return;
+  write({args.sums, args.sums + 1}, 0, pair);
+  write_gradients(before, 0);
+  unit_gradients_at<float>(unit, 0);
+}
+
 // 32 columns for each block, of which 8 threads sum each; the last block joins the sums of the scale.
 __global__ void __launch_bounds__(kThreads)
-    norm_rows_join_kernel(const __grid_constant__ FunctionRows args, double* workspace, int64_t blocks) {
+    norm_rows_join_kernel(const __grid_constant__ FunctionRows args, const __grid_constant__ UnitGradients unit,
+                          const __grid_constant__ AllGradients before, double* workspace, int64_t blocks) {
   const RowsParts parts(workspace, blocks);
   __shared__ double sums[kThreads];
-  if (blockIdx.x + 1 == gridDim.x) {
-    Pair mine = {0, 0};
-    for (int64_t b = threadIdx.x; b < blocks; b += kThreads) mine = Add()(mine, {parts.scale[b], parts.zero_point[b]});
-    const Pair pair = sum_of_block(mine);
-    if (threadIdx.x == 0 && args.sums != nullptr) write({args.sums, args.sums + 1}, 0, pair);
-    return;
-  }
+  if (blockIdx.x + 1 == gridDim.x) return join_sums(args, parts.scale, parts.zero_point, blocks, unit, before);
   const int64_t width = 2 * args.length, column = int64_t{32} * blockIdx.x + threadIdx.x % 32;
   double sum = 0;
   if (column < width) {
@@ -351,6 +359,12 @@ __global__ void __launch_bounds__(kThreads, kFunction == RowFunction::gelu_tanh 
   if (threadIdx.x == 0) write({parts, parts + gridDim.x}, blockIdx.x, pair);
 }
 
+__global__ void __launch_bounds__(kThreads)
+    function_join_kernel(const __grid_constant__ FunctionRows args, const __grid_constant__ UnitGradients unit,
+                         const __grid_constant__ AllGradients before, const double* parts, int64_t blocks) {
+  join_sums(args, parts, parts + blocks, blocks, unit, before);
+}
+
 // ---- launches
 
 constexpr int64_t kTeamRows = 4 * 32 * kVectorSize;  // the longest rows of a warp
@@ -375,7 +389,8 @@ void launch_norm_rows(const FunctionRows& args, double* workspace, cudaStream_t 
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
 }
 
-void norm_rows(const FunctionRows& args, double* workspace, cudaStream_t stream) {
+void norm_rows(const FunctionRows& args, const UnitGradients& unit, const AllGradients& before, double* workspace,
+               cudaStream_t stream) {
   const int64_t vectors = args.length / kVectorSize;
   if (vectors <= 32) {
     launch_norm_rows<32, 1>(args, workspace, stream);
@@ -392,11 +407,13 @@ void norm_rows(const FunctionRows& args, double* workspace, cudaStream_t stream)
   }
   if (!args.is_backward()) return;
   const int64_t blocks = function_blocks(args), of_columns = divide_up(2 * args.length, 32);
-  norm_rows_join_kernel<<<static_cast<unsigned>(of_columns + 1), kThreads, 0, stream>>>(args, workspace, blocks);
+  const auto join = static_cast<unsigned>(of_columns + 1);
+  norm_rows_join_kernel<<<join, kThreads, 0, stream>>>(args, unit, before, workspace, blocks);
 }
 
 template <RowFunction kFunction>
-void elements(const FunctionRows& args, double* parts, cudaStream_t stream) {
+void elements(const FunctionRows& args, const UnitGradients& unit, const AllGradients& before, double* parts,
+              cudaStream_t stream) {
   const int64_t blocks = function_blocks(args);
   if (!args.is_backward()) {
     const auto kernel = function_kernel<kFunction>;
@@ -406,8 +423,7 @@ void elements(const FunctionRows& args, double* parts, cudaStream_t stream) {
   const auto kernel = function_backward_kernel<kFunction>;
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, parts);
   if (args.sums == nullptr) return;
-  const Pairs from = {parts, parts + blocks}, to = {args.sums, args.sums + 1};
-  join_slices<Add><<<1, kThreads, 0, stream>>>(from, blocks, to, Pair{0, 0}, Add());
+  function_join_kernel<<<1, kThreads, 0, stream>>>(args, unit, before, parts, blocks);
 }
 
 }  // namespace
@@ -417,12 +433,13 @@ int64_t function_rows_workspace(const FunctionRows& args) {
   return function_blocks(args) * (args.function == RowFunction::norm ? 2 + args.length : 2);
 }
 
-void function_rows(const FunctionRows& args, double* workspace, cudaStream_t stream) {
+void function_rows(const FunctionRows& args, const UnitGradients& unit, const AllGradients& before, double* workspace,
+                   cudaStream_t stream) {
   switch (args.function) {
-    case RowFunction::norm: return norm_rows(args, workspace, stream);
-    case RowFunction::gelu: return elements<RowFunction::gelu>(args, workspace, stream);
-    case RowFunction::gelu_tanh: return elements<RowFunction::gelu_tanh>(args, workspace, stream);
-    case RowFunction::silu: return elements<RowFunction::silu>(args, workspace, stream);
+    case RowFunction::norm: return norm_rows(args, unit, before, workspace, stream);
+    case RowFunction::gelu: return elements<RowFunction::gelu>(args, unit, before, workspace, stream);
+    case RowFunction::gelu_tanh: return elements<RowFunction::gelu_tanh>(args, unit, before, workspace, stream);
+    case RowFunction::silu: return elements<RowFunction::silu>(args, unit, before, workspace, stream);
   }
 }
 

@@ -83,7 +83,8 @@ void attention_weights(const AttentionWeights& args, double* workspace, cudaStre
 
 // A function with its quantizer, or its gradients. The workspace is of float64 values.
 int64_t function_rows_workspace(const FunctionRows& args);
-void function_rows(const FunctionRows& args, double* workspace, cudaStream_t stream);
+void function_rows(const FunctionRows& args, const UnitGradients& unit, const AllGradients& before, double* workspace,
+                   cudaStream_t stream);
 
 // With the small tensors of the weight's unit, unless they are made before: `unit` is null then.
 void weight_forward(const WeightRows& args, const UnitScales* unit, cudaStream_t stream);

@@ -133,14 +133,6 @@ void weights_of_attention(AttentionWeights& args, const GridTensors& grid, c10::
   });
 }
 
-void rows_of_function(FunctionRows& args, const GridTensors& grid, c10::Device device) {
-  on_stream(device, [&](cudaStream_t stream) {
-    const GridOnDevice values(grid, /*f64=*/false, args);
-    const at::Tensor workspace = empty_workspace(function_rows_workspace(args), device);
-    function_rows(args, workspace.mutable_data_ptr<double>(), stream);
-  });
-}
-
 // As kernels take them. The scales are copied where they are not contiguous.
 struct GradientsOnDevice {
   AllGradients all;
@@ -160,6 +152,17 @@ struct GradientsOnDevice {
     }
   }
 };
+
+void rows_of_function(FunctionRows& args, const GridTensors& grid, const UnitGradients& unit,
+                      at::ArrayRef<GradientOfSums> before, c10::Device device) {
+  const GradientsOnDevice given(before);
+  const AllGradients& all = given.all;
+  on_stream(device, [&](cudaStream_t stream) {
+    const GridOnDevice values(grid, /*f64=*/false, args);
+    const at::Tensor workspace = empty_workspace(function_rows_workspace(args), device);
+    function_rows(args, unit, all, workspace.mutable_data_ptr<double>(), stream);
+  });
+}
 
 void gradients_of_sums(at::ArrayRef<GradientOfSums> gradients) {
   const GradientsOnDevice given(gradients);

@@ -189,7 +189,7 @@ QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, co
     args.packed = fit_4_bits(output.qmin, output.qmax);
   }
   if (!output.learned) args.mask = q.mask.mutable_data_ptr<uint8_t>();
-  on(x.device()).function_rows(args, {&y_scale, pointer(output.zero_point)}, x.device());
+  on(x.device()).function_rows(args, {&y_scale, pointer(output.zero_point)}, {}, {}, x.device());
   return q;
 }
 
@@ -289,7 +289,14 @@ QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at:
   args.dbias = of_parameter(gradients[kBias], f.bias, wanted[kBias]);
   if (learned) args.sums = sums.mutable_data_ptr<double>();
   if (!learned) args.mask = const_cast<uint8_t*>(mask.const_data_ptr<uint8_t>());  // only read
-  on(x.device()).function_rows(args, {&y_scale, pointer(output.zero_point)}, x.device());
+  if (learned) {
+    later.function = args;
+    later.scale = y_scale;
+    later.zero_point = output.zero_point;
+    later.kept.append({sums, of_y});
+  } else {
+    on(x.device()).function_rows(args, {&y_scale, pointer(output.zero_point)}, {}, {}, x.device());
+  }
   QuantizedGradients behind;
   c10::SmallVector<GradientOfSums, 2> all;
   if (learned && (wanted[kYStart] || wanted[kYRatio])) {
