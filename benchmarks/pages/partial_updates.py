@@ -244,8 +244,8 @@ def time_all(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> Non
     """Add the times of steps to the file of results, of all that has rows."""
     results = json.loads(args.out.read_text())
     steps = steps_of(results)
-    trained = sorted({row.training.step: replace(row.training, seed=0) for row in rows}.values(), key=lambda t: t.line)
-    for (network, bits), of in itertools.groupby(sorted(trained, key=lambda t: t.step[:2]), lambda t: t.step[:2]):
+    trained = sorted({row.training.step: row.training for row in rows}.values(), key=lambda t: (t.step[:2], t.line))
+    for (network, bits), of in itertools.groupby(trained, lambda t: t.step[:2]):
         data = load(folder, images_of(args)["train"], 10, NETWORKS[network].raw)
         float_model = NETWORKS[network].float_model(folder, data, checkpoints_of(args))
         whole = Training(bits, 1.0, RULES[0], 0, 1.0, network)

@@ -57,6 +57,36 @@ class _Weight:
             layer.update_channels(channels)
 
 
+class _Rows(NamedTuple):
+    """The updated channels of a weight, in tensors like it."""
+
+    axis: int
+    channels: Tensor
+
+    def select(self, t: Any) -> Tensor:
+        """Return these channels of a tensor; of a sharded one the local channels."""
+        part = own_part(t).index_select(self.axis, self._own(t))
+        if not is_sharded(t):
+            return part
+        like = torch.empty(t.shape, device="meta").index_select(self.axis, self.channels.to("meta"))
+        whole_size = {"shape": like.shape, "stride": like.stride()}
+        return cast("Tensor", type(t).from_local(part, t.device_mesh, t.placements, run_check=False, **whole_size))
+
+    def write(self, t: Tensor, part: Tensor) -> None:
+        """Write these channels of a tensor."""
+        own_part(t).index_copy_(self.axis, self._own(t), own_part(part))
+
+    def _own(self, t: Any) -> Tensor:
+        """Return these channels in the local part of a tensor."""
+        channels = self.channels
+        for dimension, placement in enumerate(t.placements if is_sharded(t) else ()):
+            if placement.is_shard(self.axis):  # in parts as of torch.chunk
+                size = -(-t.shape[self.axis] // t.device_mesh.size(dimension))
+                first = t.device_mesh.get_local_rank(dimension) * size
+                channels = channels[(channels >= first) & (channels < first + size)] - first
+        return channels
+
+
 class _Taken(NamedTuple):
     """A weight during an optimizer step: the optimizer has a parameter of the updated channels in its place."""
 
@@ -64,7 +94,7 @@ class _Taken(NamedTuple):
     place: int
     weight: Tensor
     part: nn.Parameter
-    layer: LayerOp
+    rows: _Rows
 
 
 class PartialUpdates:
@@ -279,25 +309,25 @@ class PartialUpdates:
                 "holds parts of its weights; compute the loss and its gradients before the step."
             )
         self._release()  # a step before has raised an error
-        rows = {id(w.layer.weight): w.layer for w in self._weights.values()}
+        taken = {id(w.layer.weight): _Rows(w.layer.OUTPUT_AXIS, _channels(w.layer)) for w in self._weights.values()}
         for group in optimizer.param_groups:
             params = group["params"]
             for place, p in enumerate(params):
-                layer = rows.get(id(p))
-                if layer is None or p.grad is None:
+                rows = taken.get(id(p))
+                if rows is None or p.grad is None:
                     continue
-                part = nn.Parameter(_select(p.detach(), layer), requires_grad=True)
-                part.grad = _select(p.grad, layer)
+                part = nn.Parameter(rows.select(p.detach()), requires_grad=True)
+                part.grad = rows.select(p.grad)
                 state = optimizer.state.get(p, {})
-                optimizer.state[part] = {key: _select(v, layer) if _is_like(v, p) else v for key, v in state.items()}
+                optimizer.state[part] = {key: rows.select(v) if _is_like(v, p) else v for key, v in state.items()}
                 params[place] = part
-                self._taken.append(_Taken(params, place, p, part, layer))
+                self._taken.append(_Taken(params, place, p, part, rows))
 
     @torch.no_grad()
     def _put_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write the optimizer's updates into the weights and their state."""
-        for _, _, p, part, layer in self._taken:
-            _write(p, part, layer)
+        for _, _, p, part, rows in self._taken:
+            rows.write(p, part)
             for key, value in optimizer.state[part].items():
                 of_p = optimizer.state[p]
                 if not _is_like(value, part):
@@ -305,7 +335,7 @@ class PartialUpdates:
                     continue
                 if key not in of_p:
                     of_p[key] = torch.zeros_like(p, dtype=value.dtype)
-                _write(of_p[key], value, layer)
+                rows.write(of_p[key], value)
         self._release()
 
     def _release(self) -> None:
@@ -348,9 +378,6 @@ def _why_whole(layer: LayerOp, optimized: set[int]) -> str | None:
     return None if id(weight) in optimized else "its weight is not in the optimizer"
 
 
-# ---- the channels of a tensor like a weight
-
-
 def _is_like(value: object, p: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == p.shape
 
@@ -358,32 +385,3 @@ def _is_like(value: object, p: Tensor) -> bool:
 def _channels(layer: LayerOp) -> Tensor:
     """Return the updated channels of a layer, with the first choice."""
     return cast("Tensor", layer.updated_channels)
-
-
-def _select(t: Any, layer: LayerOp) -> Tensor:
-    """Return the updated channels of a tensor like the layer's weight; for a sharded tensor the local ones."""
-    part = own_part(t).index_select(layer.OUTPUT_AXIS, _own_channels(t, layer))
-    if not is_sharded(t):
-        return part
-    size = list(t.shape)
-    size[layer.OUTPUT_AXIS] = len(_channels(layer))
-    like = torch.empty(size, device="meta")
-    whole_size = {"shape": like.shape, "stride": like.stride()}
-    sharded: Tensor = type(t).from_local(part, t.device_mesh, t.placements, run_check=False, **whole_size)
-    return sharded
-
-
-def _write(t: Tensor, part: Tensor, layer: LayerOp) -> None:
-    """Write the updated channels of a tensor."""
-    own_part(t).index_copy_(layer.OUTPUT_AXIS, _own_channels(t, layer), own_part(part))
-
-
-def _own_channels(t: Any, layer: LayerOp) -> Tensor:
-    """Return the updated channels in the local part of a tensor."""
-    channels = _channels(layer)
-    for dimension, placement in enumerate(t.placements if is_sharded(t) else ()):
-        if placement.is_shard(layer.OUTPUT_AXIS):  # in parts as of torch.chunk
-            size = -(-t.shape[layer.OUTPUT_AXIS] // t.device_mesh.size(dimension))
-            first = t.device_mesh.get_local_rank(dimension) * size
-            channels = channels[(channels >= first) & (channels < first + size)] - first
-    return channels
