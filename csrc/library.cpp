@@ -32,6 +32,9 @@
 // The arguments of function_fake_quant for its quantizer.
 #define QT_QUANTIZED \
   " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int y_qmin, int y_qmax, float y_grad_factor"
+// The same of add_norm_fake_quant. y_range: qmin, qmax.
+#define QT_QUANTIZED_IN_RANGE \
+  " y_start, Tensor? y_ratio, Tensor? y_rate, Tensor? y_zero_point, int[] y_range, float y_grad_factor"
 // The arguments of product and fused_attention for an operand.
 #define QT_CODES(name) ", Tensor? " name "_codes, Tensor? " name "_scale, Tensor? " name "_zero_point"
 #define QT_CODES_OF(name)                                                                                        \
@@ -264,6 +267,19 @@ TORCH_LIBRARY(qtoolkit, m) {
   m.def("function_fake_quant_backward(Tensor grad, int[] order, Tensor? x, " QT_FUNCTION ", Tensor?" QT_QUANTIZED
         ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[6] wanted) -> (Tensor, Tensor, Tensor, Tensor, "
         "Tensor, Tensor)");
+
+  // The same of a norm of x + residual, two tensors of one shape; returns the sum too, last, which is contiguous.
+  // Differentiable in x, residual and as above.
+  m.def("add_norm_fake_quant(Tensor x, Tensor residual, " QT_FUNCTION ", Tensor" QT_QUANTIZED_IN_RANGE
+        ", bool y_float16, bool learned, bool with_codes, ScalarType? dtype=None) -> (Tensor y, Tensor y_codes, Tensor "
+        "y_scale, Tensor mask, Tensor mean, Tensor rstd, Tensor sum)");
+
+  // Returns the gradient of the sum, the same in the type `narrow` (empty without one), and the gradients of weight,
+  // bias, y_start, y_ratio and y_zero_point, as above. grad_sum: the gradient of the sum from its other users.
+  m.def("add_norm_fake_quant_backward(Tensor grad, Tensor? grad_sum, Tensor sum, ScalarType? narrow, " QT_FUNCTION
+        ", Tensor?" QT_QUANTIZED_IN_RANGE
+        ", Tensor y_scale, Tensor mask, Tensor mean, Tensor rstd, bool[7] wanted) -> (Tensor, Tensor, Tensor, Tensor, "
+        "Tensor, Tensor, Tensor)");
 
   // Its arguments are the fields of the unit; q is the one of that name, for the dispatcher.
   // Returns fake_quant(softmax(q k^T + mask)) v, computed in a dtype, with the softmax in float32 (float64 for a dtype

@@ -127,10 +127,13 @@ void straight_through_in_x_only(const c10::OperatorHandle& op, Stack* stack) {
 struct WithoutGradient {
   std::string_view op, sentence;
 };
-constexpr std::array<WithoutGradient, 26> kWithoutGradient = {{
+constexpr std::array<WithoutGradient, 27> kWithoutGradient = {{
     {"function_fake_quant_backward",
      "function_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
      "use torch's function and fake_quant."},
+    {"add_norm_fake_quant_backward",
+     "add_norm_fake_quant: double backward is not supported; compute the first gradient without create_graph=True, or "
+     "use torch's norm and fake_quant."},
     {"product_backward",
      "product: double backward is not supported; compute the first gradient without create_graph=True, or prepare with "
      "training_arithmetic='float' and save='float'."},

@@ -32,11 +32,15 @@ struct Differentiated {
   std::vector<Condition> conditions = {};
   // Scales and zero points that nobody changes before backward; others without gradients are copied.
   std::vector<const char*> unchanged = {};
+  // Whether the last result is the sum of x and residual, with a gradient of its own, grad_sum. The results of
+  // backward have its gradient at the place of x, and at the place of residual the same in the type of the addend with
+  // another.
+  bool adds = false;
 };
 
 // Where an argument of a backward op comes from.
 struct Source {
-  enum { grad, wanted, size, x_dtype, order, tensor, number, result, other } from;
+  enum { grad, grad_sum, wanted, size, x_dtype, narrow, order, tensor, number, result, other } from;
   std::string name;
   size_t index = 0;  // of a tensor or another argument among the op's, of a result among its results
   bool copied = false;
@@ -63,6 +67,10 @@ class Plan {
       const bool is_grid = name.find("scale") != std::string::npos || name.find("zero_point") != std::string::npos;
       if (name == "grad") {
         sources.push_back({Source::grad, name});
+      } else if (name == "grad_sum") {
+        sources.push_back({Source::grad_sum, name});
+      } else if (name == "narrow") {
+        sources.push_back({Source::narrow, name});
       } else if (name == "wanted") {
         sources.push_back({Source::wanted, name});
       } else if (name == "size") {
@@ -125,9 +133,25 @@ struct Recorded {
   std::vector<IValue>& others;
 };
 
+// The types of a sum's addends.
+struct Addends {
+  at::ScalarType x, residual;
+
+  at::ScalarType sum() const { return c10::promoteTypes(x, residual); }
+  std::optional<at::ScalarType> narrow() const {
+    return x != sum() ? std::optional(x) : residual != sum() ? std::optional(residual) : std::nullopt;
+  }
+};
+
+// The gradient of an addend from that of the sum, or from the same in the narrow type, if there is one.
+Tensor gradient_of_addend(at::ScalarType type, const Tensor& of_sum, const Tensor& narrow) {
+  return narrow.defined() && narrow.numel() == of_sum.numel() && narrow.scalar_type() == type ? narrow
+                                                                                              : as_type(of_sum, type);
+}
+
 template <const Differentiated& kSpec>
 struct Node : torch::autograd::Function<Node<kSpec>> {
-  static Tensor forward(AutogradContext* ctx, at::TensorList inputs, const Recorded& call) {
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, const Recorded& call) {
     const auto given = torch::jit::last(*call.stack, plan<kSpec>().count);
     const Tensor& x = inputs[0];  // or the weight
     variable_list tensors;
@@ -144,6 +168,8 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
       if (source.from == Source::size) data[source.name] = x.sym_sizes();
       if (source.from == Source::x_dtype) data[source.name] = x.scalar_type();
     }
+    if (kSpec.adds)
+      data["addends"] = std::vector<int64_t>{int64_t(x.scalar_type()), int64_t(inputs.back().scalar_type())};
     data["numbers"] = c10::ivalue::Tuple::create(std::move(numbers));
     data["edges"] = call.edges;
     data["x_format"] = format_of_gradient(x);
@@ -158,17 +184,30 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
       place += source.from == Source::result || source.from == Source::tensor;
     }
     ctx->save_for_backward(tensors);
-    const Tensor y = results[0].toTensor();
-    call.others.assign(results.begin() + 1, results.end());
+    variable_list ys = {results[0].toTensor()};
+    if (kSpec.adds) {
+      ys.push_back(results[count - 1].toTensor());
+      if (!x.requires_grad() && !inputs.back().requires_grad()) ctx->mark_non_differentiable({ys.back()});
+    }
+    call.others.assign(results.begin() + 1, results.end() - (kSpec.adds ? 1 : 0));
     torch::jit::drop(*call.stack, count);
-    return y;
+    return ys;
+  }
+
+  static Addends addends(AutogradContext* ctx) {
+    const std::vector<int64_t> types = ctx->saved_data["addends"].toIntVector();
+    return {at::ScalarType(types[0]), at::ScalarType(types[1])};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     auto& data = ctx->saved_data;
     const std::vector<int64_t> edges = data["edges"].toIntVector();
     variable_list result(edges.size() + 1);
-    if (!grads[0].defined()) return result;
+    const Tensor of_sum = kSpec.adds ? grads[1] : Tensor();
+    if (!grads[0].defined()) {  // nobody takes the norm
+      if (of_sum.defined()) to_addends(ctx, of_sum, {}, result);
+      return result;
+    }
     std::vector<bool> wanted(kSpec.differentiable.size());
     for (size_t i = 0; i < edges.size(); ++i) wanted[edges[i]] = ctx->needs_input_grad(i);
 
@@ -181,6 +220,11 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     for (const Source& source : plan<kSpec>().sources) {
       if (source.from == Source::grad) {
         stack.emplace_back(grads[0]);
+      } else if (source.from == Source::grad_sum) {
+        stack.push_back(of_sum.defined() ? IValue(of_sum) : IValue());
+      } else if (source.from == Source::narrow) {
+        const auto narrow = addends(ctx).narrow();
+        stack.push_back(narrow.has_value() ? IValue(*narrow) : IValue());
       } else if (source.from == Source::wanted) {
         stack.emplace_back(wanted);
       } else if (source.from == Source::tensor || source.from == Source::result) {
@@ -197,9 +241,18 @@ struct Node : torch::autograd::Function<Node<kSpec>> {
     for (size_t i = 0; i < edges.size(); ++i) {
       if (wanted[edges[i]]) result[i] = stack[edges[i]].toTensor();
     }
+    if (kSpec.adds) to_addends(ctx, stack.front().toTensor(), stack.back().toTensor(), result);
     const auto format = data["x_format"].toOptional<at::MemoryFormat>();
     if (wanted[0] && format.has_value()) result[0] = result[0].contiguous(*format);
     return result;
+  }
+
+  // Gives x and residual, the first and the last input, the gradient of their sum.
+  static void to_addends(AutogradContext* ctx, const Tensor& of_sum, const Tensor& narrow, variable_list& result) {
+    const Addends types = addends(ctx);
+    const size_t last = result.size() - 2;  // behind it is none: of the call
+    if (ctx->needs_input_grad(0)) result[0] = gradient_of_addend(types.x, of_sum, narrow);
+    if (ctx->needs_input_grad(last)) result[last] = gradient_of_addend(types.residual, of_sum, narrow);
   }
 };
 
@@ -224,9 +277,10 @@ void recorded(const c10::OperatorHandle& op, Stack* stack) {
     call.edges.push_back(static_cast<int64_t>(i));
   }
   if (!any) return call_below(op, stack);
-  const Tensor y = Node<kSpec>::apply(at::TensorList(inputs), call);
-  stack->emplace_back(y);
+  const variable_list ys = Node<kSpec>::apply(at::TensorList(inputs), call);
+  stack->emplace_back(ys[0]);
   stack->insert(stack->end(), others.begin(), others.end());
+  if (kSpec.adds) stack->emplace_back(ys[1]);
 }
 
 // The gradients of a weight whose scale and zero point have none.
@@ -265,6 +319,14 @@ const Differentiated kFunctionFakeQuant = {"function_fake_quant",
                                            {"y_rate"},
                                            nullptr,
                                            {{"x", "keeps_x", true}, {"y_start", "y_ratio", true}}};
+const Differentiated kAddNorm = {"add_norm_fake_quant",
+                                 "qtoolkit::add_norm_fake_quant_backward",
+                                 {"x", "weight", "bias", "y_start", "y_ratio", "y_zero_point", "residual"},
+                                 {"y_rate"},
+                                 nullptr,
+                                 {{"y_start", "y_ratio", true}},
+                                 {},
+                                 /*adds=*/true};
 const Differentiated kProduct = {
     "product",
     "qtoolkit::product_backward",
@@ -290,6 +352,7 @@ TORCH_LIBRARY_IMPL(qtoolkit, Autograd, m) {
   m.impl("quant_weight", CppFunction::makeFromBoxedFunction<&recorded<kQuantWeight>>());
   m.impl("batch_norm_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kBatchNorm>>());
   m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kFunctionFakeQuant>>());
+  m.impl("add_norm_fake_quant", CppFunction::makeFromBoxedFunction<&recorded<kAddNorm>>());
   m.impl("product", CppFunction::makeFromBoxedFunction<&recorded<kProduct>>());
   m.impl("fused_attention", CppFunction::makeFromBoxedFunction<&recorded<kFusedAttention>>());
 }

@@ -62,6 +62,39 @@ QT_DEVICE Functor functor_of(const FunctionRows& args) {
   return {static_cast<float>(args.bounds.lo), static_cast<float>(args.bounds.hi)};
 }
 
+// Adds a row of the residual to one of x, and stores the sum.
+template <int kTeam, int kMost>
+QT_DEVICE void add_residual(const FunctionRows& args, int64_t row, int64_t length, float (&v)[kMost][kVectorSize]) {
+  with_type<float, Kind::values>(args.residual_dtype, [&](const auto* type) {
+    const auto* residual = static_cast<decltype(type)>(args.residual) + row * args.length;
+    each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) {
+      float r[kVectorSize];
+      load_dense(residual, at, r);
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) v[i][k] += r[k];
+      store_dense(args.sum + row * args.length, at, true, v[i]);
+    });
+  });
+}
+
+// Adds a row of the gradient from the other users of a sum, and stores the result in the type of the narrow addend too.
+template <int kTeam, int kMost>
+QT_DEVICE void join_sum(const FunctionRows& args, int64_t start, int64_t length, float (&v)[kMost][kVectorSize]) {
+  if (args.grad_sum != nullptr) {
+    each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) {
+      float g[kVectorSize];
+      load_dense(args.grad_sum + start, at, g);
+#pragma unroll
+      for (int k = 0; k < kVectorSize; ++k) v[i][k] += g[k];
+    });
+  }
+  if (args.narrow == nullptr) return;
+  with_type<float, Kind::values>(args.narrow_dtype, [&](auto* type) {
+    auto* narrow = static_cast<decltype(type)>(args.narrow) + start;
+    each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) { store_dense(narrow, at, true, v[i]); });
+  });
+}
+
 template <int kTeam, int kMost>
 __global__ void __launch_bounds__(kThreads, 2) norm_rows_kernel(const __grid_constant__ FunctionRows args) {
   using F = IntegerFunctor<float, float>;
@@ -75,8 +108,9 @@ __global__ void __launch_bounds__(kThreads, 2) norm_rows_kernel(const __grid_con
     const float* x = static_cast<const float*>(args.x) + row * args.length;
     float v[kMost][kVectorSize];
     float sum = 0, squares = 0;
-    each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) {
-      load_dense(x, at, v[i]);
+    each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) { load_dense(x, at, v[i]); });
+    if (args.residual != nullptr) add_residual<kTeam, kMost>(args, row, length, v);
+    each_vector<kTeam, kMost>(length, [&](int i, const Contiguous&) {
 #pragma unroll
       for (int k = 0; k < kVectorSize; ++k) sum += v[i][k];
     });
@@ -131,7 +165,7 @@ struct RowsParts {
 
 // A thread sums its columns over the rows of its team; then the teams of a block are joined, one after the other.
 template <int kTeam, int kMost>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kMost <= 2 ? 2 : 1)
     norm_rows_backward_kernel(const __grid_constant__ FunctionRows args, double* workspace) {
   using F = LearnedGradient<float, float>;
   constexpr int kRows = kThreads / kTeam;
@@ -190,8 +224,9 @@ __global__ void __launch_bounds__(kThreads)
     each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) {
 #pragma unroll
       for (int k = 0; k < kVectorSize; ++k) v[i][k] = rstd * (grad[i][k] - sum - v[i][k] * dot);
-      store_dense(dx, at, true, v[i]);
     });
+    join_sum<kTeam, kMost>(args, start, length, v);
+    each_vector<kTeam, kMost>(length, [&](int i, const Contiguous& at) { store_dense(dx, at, true, v[i]); });
     total.first += of_scale;
     total.second += of_zero_point;
   }
@@ -262,13 +297,16 @@ QT_DEVICE float tanh_of(float x) { return ::tanhf(0.79788456080286535588f * (x +
 template <RowFunction kFunction>
 struct ElementFunction {
   QT_DEVICE float value(float x) {
+    if constexpr (kFunction == RowFunction::none) return x;
     if constexpr (kFunction == RowFunction::silu) return x / (1 + ::expf(-x));
     if constexpr (kFunction == RowFunction::gelu_tanh) return 0.5f * x * (1 + tanh_of(x));
     return x * 0.5f * (1 + ::erff(x * 0.70710678118654752440f));
   }
 
   QT_DEVICE float derivative(float x) {
-    if constexpr (kFunction == RowFunction::silu) {
+    if constexpr (kFunction == RowFunction::none) {
+      return 1;
+    } else if constexpr (kFunction == RowFunction::silu) {
       const float sigmoid = 1 / (1 + ::expf(-x));
       return sigmoid * (1 + x * (1 - sigmoid));
     } else if constexpr (kFunction == RowFunction::gelu_tanh) {
@@ -437,6 +475,7 @@ void function_rows(const FunctionRows& args, const UnitGradients& unit, const Al
                    cudaStream_t stream) {
   switch (args.function) {
     case RowFunction::norm: return norm_rows(args, unit, before, workspace, stream);
+    case RowFunction::none: return elements<RowFunction::none>(args, unit, before, workspace, stream);
     case RowFunction::gelu: return elements<RowFunction::gelu>(args, unit, before, workspace, stream);
     case RowFunction::gelu_tanh: return elements<RowFunction::gelu_tanh>(args, unit, before, workspace, stream);
     case RowFunction::silu: return elements<RowFunction::silu>(args, unit, before, workspace, stream);

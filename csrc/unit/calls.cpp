@@ -124,8 +124,8 @@ bool place_tensors(U& unit, const c10::List<std::optional<Tensor>>& varying) {
 }
 
 // Returns the output, and if it has a quantizer its codes (empty where there are none), their scale, positive, and
-// their rounded zero point, if there is one. Returns nothing where this is another call than the unit was made for: a
-// tensor has another kind, or gradients or autocast are switched.
+// their rounded zero point, if there is one; last the sum, if the unit adds. Returns nothing where this is another call
+// than the unit was made for: a tensor has another kind, or gradients or autocast are switched.
 template <class U>
 std::vector<Tensor> call(const c10::intrusive_ptr<U>& made, const c10::List<std::optional<Tensor>>& varying) {
   const auto unit = c10::make_intrusive<U>(*made);
@@ -140,6 +140,7 @@ std::vector<Tensor> call(const c10::intrusive_ptr<U>& made, const c10::List<std:
   results.push_back(std::move(found.codes));
   results.push_back(output.trained.ratio.has_value() ? std::move(found.y_scale) : at::abs(found.y_scale));
   if (output.zero_point.has_value()) results.push_back(at::round(*output.zero_point));
+  if (found.sum.defined()) results.push_back(std::move(found.sum));
   return results;
 }
 

@@ -1,7 +1,9 @@
 // A function of one tensor with a quantizer after it. Backward keeps the function's input alone and computes the
 // function again, where its result and its input would be two copies; without a function it keeps one bit an element.
-// On CUDA, GELU, SiLU and norms of float32 are one kernel each way with their quantizers.
+// A norm may be of the sum of two tensors: a residual stream. On CUDA, GELU, SiLU and norms of float32 are one kernel
+// each way with their quantizers, and with that sum.
 #include <ATen/OpMathType.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
@@ -33,6 +35,19 @@ using torch::jit::Stack;
 
 Reader& operator>>(Reader& reader, Function& f) { return reader >> f.name >> f.shape >> f.weight >> f.bias >> f.eps; }
 
+// `in_range` is whether qmin and qmax are one list.
+void read_output(Reader& reader, Output& o, bool in_range) {
+  if (!in_range) {
+    reader >> o;
+    return;
+  }
+  std::vector<int64_t> range;
+  reader >> o.trained.start >> o.trained.ratio >> o.trained.rate >> o.zero_point >> range >> o.grad_factor;
+  TORCH_CHECK_VALUE(range.size() == 2, reader.op(), ": y_range must be qmin and qmax, got ", range.size(), " values.");
+  o.qmin = range[0];
+  o.qmax = range[1];
+}
+
 void check_function(const char* op, const Function& f) {
   for (const char* known : {"none", "relu", "gelu", "gelu_tanh", "silu", "layer_norm", "rms_norm"}) {
     if (f.name == known) return;
@@ -40,6 +55,10 @@ void check_function(const char* op, const Function& f) {
   TORCH_CHECK_VALUE(false, op,
                     ": function must be 'none', 'relu', 'gelu', 'gelu_tanh', 'silu', 'layer_norm' or 'rms_norm', got '",
                     f.name, "'.");
+}
+
+void check_norm(const char* op, const Function& f) {
+  TORCH_CHECK_VALUE(f.is_norm(), op, ": function must be 'layer_norm' or 'rms_norm', got '", f.name, "'.");
 }
 
 // The function's value; of a norm with the mean and the inverse deviation of each row. An RMS norm has no mean, and its
@@ -76,8 +95,11 @@ struct RmsGradients {
   Tensor x, weight;
 };
 
+Tensor plus(const optional<Tensor>& other, const Tensor& t) { return other.has_value() ? at::add(*other, t) : t; }
+
+// With another gradient of x, which is added where autograd adds it.
 RmsGradients rms_norm_backward(const Function& f, const Tensor& grad, const Tensor& x, const Tensor& rstd,
-                               bool of_weight) {
+                               bool of_weight, const optional<Tensor>& other) {
   const char* op = "function_fake_quant_backward";
   const std::vector<int64_t> dims = normalized(op, f, x);
   std::vector<c10::SymInt> of_rows = x.sym_sizes().vec();
@@ -90,7 +112,11 @@ RmsGradients rms_norm_backward(const Function& f, const Tensor& grad, const Tens
   const Tensor of_normal = f.weight.has_value() ? of_y.mul(*f.weight) : of_y;
   const Tensor of_rstd = of_normal.mul(wide).sum(dims, /*keepdim=*/true);
   const Tensor of_mean = of_rstd.mul(-0.5).mul(rstd.pow(3)).div(at::Scalar(c10::multiply_integers(f.shape)));
-  RmsGradients result = {as_type(of_normal.mul(rstd).add(of_mean.mul(wide.mul(2))), x.scalar_type()), {}};
+  const Tensor of_wide = of_normal.mul(rstd), of_square = of_mean.mul(wide.mul(2));
+  const bool is_wide = type == x.scalar_type();
+  RmsGradients result = {
+      is_wide ? plus(other, of_wide).add(of_square) : plus(other, as_type(of_wide.add(of_square), x.scalar_type())),
+      {}};
   if (!of_weight || !f.weight.has_value()) return result;
   const Tensor of_each = of_y.mul(wide.mul(rstd));
   std::vector<int64_t> rows(static_cast<size_t>(dims.front()));
@@ -114,15 +140,17 @@ Value value_of(const Function& f, const Tensor& x) {
 
 optional<RowFunction> row_function(const Function& f) {
   if (f.is_norm()) return RowFunction::norm;
+  if (f.is_none()) return RowFunction::none;
   if (f.name == "silu") return RowFunction::silu;
   if (f.name == "gelu") return RowFunction::gelu;
   return f.name == "gelu_tanh" ? optional(RowFunction::gelu_tanh) : std::nullopt;
 }
 
-bool is_row_of_floats(const Tensor& t) {
-  const bool plain = t.scalar_type() == at::kFloat && t.is_contiguous() && !t.is_meta();
-  return plain && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+bool is_row(const Tensor& t) {
+  return t.is_contiguous() && !t.is_meta() && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
+
+bool is_row_of_floats(const Tensor& t) { return t.scalar_type() == at::kFloat && is_row(t); }
 
 bool has_norm_kernel(const Function& f, const Tensor& x) {
   const auto dims = static_cast<int64_t>(f.shape.size());
@@ -167,8 +195,18 @@ FunctionRows rows_of(const Function& f, const Tensor& x, const Output& output, c
   return args;
 }
 
-QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, const OutputQuantizer& output,
-                          const Scales& scales, at::ScalarType dtype, Value& value) {
+// What a norm adds to x, and their sum; neither is defined where it adds nothing.
+struct Added {
+  Tensor residual, sum;
+
+  bool has_kernel(const Tensor& x) const {
+    const at::ScalarType type = residual.scalar_type();
+    return type != at::kDouble && is_row(residual) && residual.device() == x.device();
+  }
+};
+
+QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, Added& added,
+                          const OutputQuantizer& output, const Scales& scales, at::ScalarType dtype, Value& value) {
   const Tensor& y_scale = *scales.y_scale;
   check_code_range(op, output.qmin, output.qmax);
   check_grid(op, x, y_scale, output.zero_point, std::nullopt, 1, 0);
@@ -181,6 +219,11 @@ QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, co
   QuantizedTensor q = {at::empty_like(x, dtype), {}, empty_mask(x, !output.learned)};
   FunctionRows args = rows_of(f, x, output, value);
   if (scales.unmade.has_value()) args.made = scales.unmade->output;
+  if (added.residual.defined()) {
+    args.residual = added.residual.const_data_ptr();
+    args.residual_dtype = dtype_of(added.residual);
+    args.sum = (added.sum = at::empty_like(x)).mutable_data_ptr<float>();
+  }
   args.y = q.y.mutable_data_ptr();
   args.y_dtype = dtype_of(q.y);
   if (output.with_codes) {
@@ -193,22 +236,37 @@ QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, co
   return q;
 }
 
+template <bool kAdds>
 void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   Tensor x;
+  Added added;
   Function function;
-  bool keeps_x;
+  bool keeps_x = true;
   OutputQuantizer output;
   optional<at::ScalarType> dtype;
-  Reader(op, stack) >> x >> function >> keeps_x >> static_cast<Output&>(output) >> output.trained.float16 >>
-      output.learned >> output.with_codes >> dtype;
+  {
+    Reader reader(op, stack);
+    reader >> x;
+    if constexpr (kAdds) reader >> added.residual;
+    reader >> function;
+    if constexpr (!kAdds) reader >> keeps_x;
+    read_output(reader, output, /*in_range=*/kAdds);
+    reader >> output.trained.float16 >> output.learned >> output.with_codes >> dtype;
+  }
 
-  constexpr const char* kOp = "function_fake_quant";
+  constexpr const char* kOp = kAdds ? "add_norm_fake_quant" : "function_fake_quant";
   check_float(kOp, "x", x);
   check_function(kOp, function);
   TORCH_CHECK_VALUE(output.trained.start.has_value(), kOp, ": y_start must be given, got None.");
   TORCH_CHECK_VALUE(keeps_x || (function.is_none() && !output.learned), kOp,
                     ": keeps_x must be True where backward computes the function again or the grid is learned.");
-  const at::ScalarType type = dtype.value_or(x.scalar_type());
+  if constexpr (kAdds) {
+    check_float(kOp, "residual", added.residual);
+    check_same_shape(kOp, "residual", added.residual, x);
+    check_norm(kOp, function);
+    if (x.scalar_type() != at::kFloat) std::swap(x, added.residual);  // the kernel has a wide tensor first
+  }
+  const at::ScalarType type = dtype.value_or(kAdds ? at::result_type(x, added.residual) : x.scalar_type());
   check_float_dtype(kOp, type);
   const WithoutAutocast guard;
   Value value;
@@ -216,12 +274,13 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   // Packed codes are in the order of rows, and elements are rounded to the type of x.
   const bool packs = output.with_codes && fit_4_bits(output.qmin, output.qmax);
   const bool fits = function.is_norm() || (type == x.scalar_type() && (!packs || x.is_contiguous()));
-  const bool in_one = fits && has_kernel(function, x);
+  const bool in_one = fits && has_kernel(function, x) && (!kAdds || added.has_kernel(x));
   const Made made = in_one && output.trained.start->scalar_type() == at::kFloat ? Made::later : Made::now;
   const Scales scales = make_scales({kOp, nullptr, nullptr, nullptr, &output.trained}, {}, {}, made);
   if (in_one) {
-    q = by_kernel(kOp, function, x, output, scales, type, value);
+    q = by_kernel(kOp, function, x, added, output, scales, type, value);
   } else {
+    if constexpr (kAdds) x = added.sum = at::add(x, added.residual).contiguous();
     value = value_of(function, x);
     q = quantize_output(value.result, output, scales.y_scale);
     q.y = as_type(q.y, type);
@@ -229,22 +288,25 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   for (const Tensor& t : {q.y, q.codes, *scales.y_scale, q.mask, value.mean, value.rstd}) {
     stack->emplace_back(or_empty(t, x.options()));
   }
+  if constexpr (kAdds) stack->emplace_back(added.sum);
 }
 
-// The places of gradients in the results of function_fake_quant_backward.
-enum { kX, kWeight, kBias, kYStart, kYRatio, kYZeroPoint, kCount };
+// The places of gradients in the results of function_fake_quant_backward, and of add_norm_fake_quant_backward, whose x
+// is the sum and which alone has the last one.
+enum { kX, kWeight, kBias, kYStart, kYRatio, kYZeroPoint, kNarrow, kCount };
 using WantedOfFunction = std::array<bool, kCount>;
 using GradientsOfFunction = std::array<Tensor, kCount>;
 
-// From the gradient of the function's value, and the value itself, which is undefined where it was not computed again.
-void through(const Function& f, const Tensor& grad, const Tensor& x, const Value& saved, const WantedOfFunction& wanted,
-             GradientsOfFunction& gradients) {
+// From the gradient of the function's value, and of a norm's x from other users.
+void through(const Function& f, const Tensor& grad, const optional<Tensor>& other, const Tensor& x, const Value& saved,
+             const WantedOfFunction& wanted, GradientsOfFunction& gradients) {
   if (f.is_layer_norm()) {
     std::tie(gradients[kX], gradients[kWeight], gradients[kBias]) = at::native_layer_norm_backward_symint(
         grad, x, f.shape, saved.mean, saved.rstd, f.weight, f.bias,
         {wanted[kX], wanted[kWeight] && f.weight.has_value(), wanted[kBias] && f.bias.has_value()});
+    if (wanted[kX]) gradients[kX] = plus(other, gradients[kX]);
   } else if (f.is_norm()) {
-    RmsGradients of = rms_norm_backward(f, grad, x, saved.rstd, wanted[kWeight]);
+    RmsGradients of = rms_norm_backward(f, grad, x, saved.rstd, wanted[kWeight], other);
     gradients[kX] = std::move(of.x);
     gradients[kWeight] = std::move(of.weight);
   } else if (f.name == "relu") {
@@ -256,10 +318,17 @@ void through(const Function& f, const Tensor& grad, const Tensor& x, const Value
   }
 }
 
-QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at::IntArrayRef order, const Tensor& x,
-                                      const Output& output, const Tensor& y_scale, const Tensor& mask,
-                                      const Value& saved, const WantedOfFunction& wanted,
-                                      GradientsOfFunction& gradients, LaterGradients& later) {
+// Of the sum of a norm's addends: its gradient from its other users, and the type of an addend that has another one.
+struct GradientOfSum {
+  optional<Tensor> grad;
+  optional<at::ScalarType> narrow;
+};
+
+QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, const GradientOfSum& sum,
+                                      at::IntArrayRef order, const Tensor& x, const Output& output,
+                                      const Tensor& y_scale, const Tensor& mask, const Value& saved,
+                                      const WantedOfFunction& wanted, GradientsOfFunction& gradients,
+                                      LaterGradients& later) {
   constexpr const char* kOp = "function_fake_quant_backward";
   const bool learned = mask.numel() == 0;
   check_float(kOp, "grad", grad);
@@ -281,6 +350,14 @@ QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at:
   args.grad = of_y.const_data_ptr();
   args.grad_dtype = dtype_of(of_y);
   args.dx = (gradients[kX] = at::empty_like(x)).mutable_data_ptr();
+  if (sum.grad.has_value()) {
+    later.kept.push_back(as_type(*sum.grad, at::kFloat).contiguous());
+    args.grad_sum = later.kept.back().const_data_ptr<float>();
+  }
+  if (wanted[kNarrow]) {
+    args.narrow = (gradients[kNarrow] = at::empty_like(x, *sum.narrow)).mutable_data_ptr();
+    args.narrow_dtype = dtype_of(gradients[kNarrow]);
+  }
   const auto of_parameter = [&](Tensor& to, const optional<Tensor>& of, bool is_wanted) -> float* {
     if (!is_wanted || !of.has_value()) return nullptr;
     return (to = at::empty_like(*of)).mutable_data_ptr<float>();
@@ -311,46 +388,85 @@ QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, at:
   return behind;
 }
 
+template <bool kAdds>
 void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   Tensor grad, y_scale, mask;
+  GradientOfSum sum;
   std::vector<int64_t> order;
   optional<Tensor> x;
   Function function;
   OutputQuantizer output;
   Value saved;
-  WantedOfFunction wanted;
-  Reader(op, stack) >> grad >> order >> x >> function >> static_cast<Output&>(output) >> y_scale >> mask >>
-      saved.mean >> saved.rstd >> wanted;
+  WantedOfFunction wanted = {};
+  constexpr size_t kResults = kAdds ? kCount : kNarrow;
+  std::array<bool, kResults> given;
+  {
+    Reader reader(op, stack);
+    reader >> grad;
+    if constexpr (kAdds) {
+      reader >> sum.grad >> x >> sum.narrow;
+      order.resize(static_cast<size_t>(grad.dim()));
+      std::iota(order.begin(), order.end(), 0);
+    } else {
+      reader >> order >> x;
+    }
+    reader >> function;
+    read_output(reader, output, /*in_range=*/kAdds);
+    reader >> y_scale >> mask >> saved.mean >> saved.rstd >> given;
+  }
+  std::copy(given.begin(), given.end(), wanted.begin());
+  wanted[kX] |= wanted[kNarrow];
+  wanted[kNarrow] &= sum.narrow.has_value();
 
-  const UnitParts parts = {"function_fake_quant_backward", nullptr, nullptr, nullptr, &output.trained};
+  const char* name = kAdds ? "add_norm_fake_quant_backward" : "function_fake_quant_backward";
+  const UnitParts parts = {name, nullptr, nullptr, nullptr, &output.trained};
   check_parts(parts, 0);
   check_function(parts.op, function);
   TORCH_CHECK_VALUE(x.has_value() || function.is_none(), parts.op, ": x must be given for a function, got None.");
+  if constexpr (kAdds) check_norm(parts.op, function);
+  if (sum.grad.has_value()) check_same_shape(parts.op, "grad_sum", *sum.grad, *x);
   output.learned = x.has_value() && mask.sym_numel() == 0;
   const WithoutAutocast guard;
   GradientsOfFunction gradients;
   QuantizedGradients behind;
   LaterGradients later;
   if (x.has_value() && has_kernel(function, *x)) {
-    behind = backward_by_kernel(function, grad, order, *x, output, y_scale, mask, saved, wanted, gradients, later);
+    behind = backward_by_kernel(function, grad, sum, order, *x, output, y_scale, mask, saved, wanted, gradients, later);
   } else {
     // In the type of x, from which y may have been rounded.
     if (x.has_value()) grad = as_type(grad, x->scalar_type());
     const optional<Tensor> z = output.learned ? optional<Tensor>(value_of(function, *x).result) : std::nullopt;
     behind = quantize_output_backward(grad, z, mask, order, output, y_scale, later);
-    through(function, behind.z, x.value_or(grad), saved, wanted, gradients);
+    through(function, behind.z, sum.grad, x.value_or(grad), saved, wanted, gradients);
+    if (wanted[kNarrow]) gradients[kNarrow] = as_type(gradients[kX], *sum.narrow);
   }
   const PartGradients of_parts = gradients_of_parts(
       parts, {{}, behind.scale, {}, {}, {}}, {false, false, wanted[kYStart], wanted[kYRatio]}, {}, std::move(later));
   gradients[kYStart] = of_parts.y_start;
   gradients[kYRatio] = of_parts.y_ratio;
   gradients[kYZeroPoint] = behind.zero_point;
-  push_wanted(stack, gradients, wanted, grad.options());
+  push_wanted(stack, gradients, at::ArrayRef<bool>(wanted.data(), kResults), grad.options());
+}
+
+UnitOutput call_adding_op(const FunctionUnit& unit) {
+  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&,
+      const optional<Tensor>&, double, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&,
+      const optional<Tensor>&, at::IntArrayRef, double, bool, bool, bool, optional<at::ScalarType>)>(
+      "qtoolkit::add_norm_fake_quant");
+  const Function& f = unit.function;
+  const OutputQuantizer& q = unit.output;
+  auto [y, codes, y_scale, mask, mean, rstd, sum] =
+      op.call(unit.x, *unit.residual, f.name, f.shape, f.weight, f.bias, f.eps, q.trained.start, q.trained.ratio,
+              q.trained.rate, q.zero_point, {q.qmin, q.qmax}, q.grad_factor, q.trained.float16, q.learned, q.with_codes,
+              unit.dtype);
+  return {y, codes, y_scale, sum};
 }
 
 }  // namespace
 
 UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
+  if (unit->residual.has_value()) return call_adding_op(*unit);
   static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double,
       bool, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
@@ -365,8 +481,11 @@ UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
 }
 
 QT_REGISTER_BODIES(m) {
-  m.impl("function_fake_quant", torch::CppFunction::makeFromBoxedFunction<&function_fake_quant>());
-  m.impl("function_fake_quant_backward", torch::CppFunction::makeFromBoxedFunction<&function_fake_quant_backward>());
+  using torch::CppFunction;
+  m.impl("function_fake_quant", CppFunction::makeFromBoxedFunction<&function_fake_quant<false>>());
+  m.impl("function_fake_quant_backward", CppFunction::makeFromBoxedFunction<&function_fake_quant_backward<false>>());
+  m.impl("add_norm_fake_quant", CppFunction::makeFromBoxedFunction<&function_fake_quant<true>>());
+  m.impl("add_norm_fake_quant_backward", CppFunction::makeFromBoxedFunction<&function_fake_quant_backward<true>>());
 }
 
 }  // namespace qtoolkit

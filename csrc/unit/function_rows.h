@@ -5,21 +5,24 @@
 
 namespace qtoolkit {
 
-enum class RowFunction : int8_t { norm, gelu, gelu_tanh, silu };
+enum class RowFunction : int8_t { norm, none, gelu, gelu_tanh, silu };
 
 // All tensors are dense and in one order of memory. Those of a direction that a call does not compute are null.
 struct FunctionRows {
   RowFunction function = RowFunction::norm;
   int64_t rows = 1, length = 0;  // of a norm, a multiple of 8; other functions have one row
   double eps = 0;
-  const void* x = nullptr;
-  Dtype dtype = Dtype::f32;                        // of x and dx; that of a norm is float32
+  const void* x = nullptr;         // of a sum in backward, the sum
+  Dtype dtype = Dtype::f32;        // of x and dx; that of a norm is float32
+  const void* residual = nullptr;  // what a norm adds to x first, or null
+  Dtype residual_dtype = Dtype::f32;
   const float *weight = nullptr, *bias = nullptr;  // of a norm, or null
   float *mean = nullptr, *rstd = nullptr;  // of each row of a norm: forward writes them; an RMS norm has no mean
   const void *scale = nullptr, *zero_point = nullptr;  // one float each; the second is null if symmetric
   TrainedScale made;  // what the scale is made of, which forward writes; without a start it is made before
   CodeBounds bounds;
 
+  float* sum = nullptr;  // of x and residual
   void* y = nullptr;
   Dtype y_dtype = Dtype::f32;
   uint8_t* codes = nullptr;  // may be null
@@ -28,7 +31,10 @@ struct FunctionRows {
 
   const void* grad = nullptr;  // of y
   Dtype grad_dtype = Dtype::f32;
-  void* dx = nullptr;
+  const float* grad_sum = nullptr;  // of the sum, from its other users; may be null
+  void* dx = nullptr;               // of a sum, its gradient
+  void* narrow = nullptr;           // the same in another type, or null
+  Dtype narrow_dtype = Dtype::f32;
   float *dweight = nullptr, *dbias = nullptr;  // may be null
   double* sums = nullptr;                      // of the gradients of scale and zero point, or null
 

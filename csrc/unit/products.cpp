@@ -173,7 +173,7 @@ void fused_attention_backward(const c10::OperatorHandle& op, Stack* stack) {
   const at::ScalarType dtype = y.scalar_type();
   const auto [q, k, v] = fused.call(grad, values_of(a.q, dtype), values_of(a.k, dtype), values_of(a.v, dtype), y,
                                     logsumexp, 0.0, a.is_causal, std::nullopt, a.scale);
-  push_wanted(stack, std::array<Tensor, 3>{q, k, v}, wanted, grad.options());
+  push_wanted(stack, {q, k, v}, wanted, grad.options());
 }
 
 }  // namespace

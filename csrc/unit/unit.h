@@ -223,16 +223,19 @@ struct BatchNormUnit : UnitOfLayer {
   }
 };
 
-// A function of one tensor, or none, and the quantizer of its result.
+// A function of one tensor, or none, and the quantizer of its result. A norm may be of the sum of two tensors, which
+// the unit returns too.
 struct FunctionUnit : Unit {
   static constexpr const char *kClass = "FunctionUnit", *kOp = "function_fake_quant";
 
+  std::optional<at::Tensor> residual;
   Function function;
   std::optional<at::ScalarType> dtype;  // of y; else x's
 
   template <class Visit>
   void tensors(Visit&& visit) {
     visit("x", x, kOfForward);
+    visit("residual", residual, kOfForward);
     visit("weight", function.weight, kOfForward);
     visit("bias", function.bias, kOfForward);
     output_tensors(visit);
@@ -312,10 +315,10 @@ struct AttentionUnit : CalledUnit {
 
 // ---- the ops
 
-// The first results of a unit's op. The codes are undefined where there are none, the scale where there is no
-// quantizer.
+// The results of a unit's op that the model takes. The codes are undefined where there are none, the scale where there
+// is no quantizer, and the sum where the unit adds nothing.
 struct UnitOutput {
-  at::Tensor y, codes, y_scale;
+  at::Tensor y, codes, y_scale, sum = {};
 };
 
 UnitOutput call_op(const c10::intrusive_ptr<LayerUnit>& unit);

@@ -34,6 +34,13 @@ optional<Tensor> Trained::scale() const {
 
 Tensor or_empty(const Tensor& t, const at::TensorOptions& options) { return t.defined() ? t : at::empty({0}, options); }
 
+void push_wanted(std::vector<c10::IValue>* stack, at::ArrayRef<Tensor> gradients, at::ArrayRef<bool> wanted,
+                 const at::TensorOptions& options) {
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    stack->emplace_back(or_empty(wanted[i] ? gradients[i] : Tensor(), options));
+  }
+}
+
 void note_change(const Tensor& t) { t.unsafeGetTensorImpl()->bump_version(); }
 
 namespace {

@@ -160,13 +160,8 @@ void note_change(const at::Tensor& t);
 // apart.
 at::Tensor or_empty(const at::Tensor& t, const at::TensorOptions& options);
 
-// Returns the gradients that are wanted from a boxed op.
-template <size_t kCount>
-void push_wanted(std::vector<c10::IValue>* stack, const std::array<at::Tensor, kCount>& gradients,
-                 const std::array<bool, kCount>& wanted, const at::TensorOptions& options) {
-  for (size_t i = 0; i < kCount; ++i) {
-    stack->emplace_back(or_empty(wanted[i] ? gradients[i] : at::Tensor(), options));
-  }
-}
+// Returns the gradients that are wanted from a boxed op, which has as many results as `wanted` values.
+void push_wanted(std::vector<c10::IValue>* stack, at::ArrayRef<at::Tensor> gradients, at::ArrayRef<bool> wanted,
+                 const at::TensorOptions& options);
 
 }  // namespace qtoolkit

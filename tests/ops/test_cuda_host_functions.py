@@ -12,6 +12,7 @@ from tests.ops.cuda_host import ORDERS, compiled, on_host
 pytestmark = pytest.mark.slow  # the kernels are compiled for the host
 
 op = torch.ops.qtoolkit.function_fake_quant
+adding_op = torch.ops.qtoolkit.add_norm_fake_quant
 # Rows in a warp with one to four vectors a thread, and in a block; a last block without all of its rows.
 SHAPES = {(37, 8): 1, (2, 9, 264): 1, (3, 520): 1, (2, 3, 4, 192): 2, (5, 776): 1, (3, 1032): 1, (2, 4104): 1}
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,8 +40,13 @@ def step(
     scale: float = 0.03,
     affine: bool = True,
     with_codes: bool = True,
+    residual: Tensor | None = None,
+    taken: str = "norm, sum",
 ) -> list[Tensor]:
-    """Return the results of the op, and the gradients of all of its tensors."""
+    """Return the results of the op, and the gradients of all of its tensors.
+
+    With a residual these are of the op that adds it first; `taken` has which of its results the loss is computed from.
+    """
     generator = torch.Generator().manual_seed(0)
     own = x.shape[x.dim() - dims :]
     x = x.detach().requires_grad_()
@@ -49,11 +55,20 @@ def step(
     grid = [torch.tensor([scale], requires_grad=learned)]
     grid += [torch.tensor([117.0], requires_grad=learned)] if zero_point else []
     weight, bias = [*parameters, None, None][:2]
-    of_grid = (grid[0], None, None, grid[1] if zero_point else None, *bounds, 0.5, False, learned, with_codes)
-    found = op(x, function, list(own), weight, bias, 1e-5, True, *of_grid, dtype)
-    grad = torch.randn(x.shape, generator=generator).to(found[0].dtype)
+    start, more = (grid[0], None, None, grid[1] if zero_point else None), (0.5, False, learned, with_codes)
+    norm = (function, list(own), weight, bias, 1e-5)
     inputs = [x, *parameters, *(grid if learned else [])]
-    return [*(t.detach() for t in found), *torch.autograd.grad(found[0], inputs, grad)]
+    if residual is None:
+        found = op(x, *norm, True, *start, *bounds, *more, dtype)
+        ends = {"norm": found[0]}
+    else:
+        inputs.append(residual.detach().requires_grad_())
+        found = adding_op(x, inputs[-1], *norm, *start, [*bounds], *more, dtype)
+        ends = {"norm": found[0], "sum": found[-1]}
+        ends = {name: y for name, y in ends.items() if name in taken}
+    grads = [torch.randn(x.shape, generator=generator).to(y.dtype) for y in ends.values()]
+    gradients = torch.autograd.grad([*ends.values()], inputs, grads, allow_unused=True)
+    return [*(t.detach() for t in found), *(g for g in gradients if g is not None)]
 
 
 def values(*shape: int) -> Tensor:
@@ -91,9 +106,33 @@ def test_norms_with_quantizers(norm: str, shape: tuple[int, ...], kind: str, dty
 
 
 @pytest.mark.sweep(2)
+@pytest.mark.parametrize("types", ["float32", "float32, bfloat16", "bfloat16, float32", "float32, float16"])
+@pytest.mark.parametrize("taken", ["norm, sum", "norm", "sum"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norms_of_sums(norm: str, shape: tuple[int, ...], kind: str, taken: str, types: str) -> None:
+    """Of tensors of one type and of two, in both orders, whose sum is used elsewhere or not, or is all that is used."""
+    first, *second = (getattr(torch, name) for name in types.split(", "))
+    x, residual = values(*shape), values(*shape).flip(0) / 3
+    dtype = second[0] if second else None
+    residual = residual.to(second[0] if second else first)
+    compare(x.to(first), norm, SHAPES[shape], dtype, residual=residual, taken=taken, **KINDS[kind])
+
+
+def test_sums_that_the_kernel_does_not_take() -> None:
+    """Of two narrow types, of float64, and of rows that are not dense."""
+    x = values(4, 8)
+    for one, other in ((x.half(), x.bfloat16()), (x.double(), x), (x, x.double()), (x, values(4, 16)[:, ::2])):
+        compare(
+            one, "layer_norm", 1, residual=other, affine=one.dtype != torch.float64 and other.dtype != torch.float64
+        )
+
+
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", OF_ELEMENTS)
-@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("function", ["none", "gelu", "gelu_tanh", "silu"])
 def test_functions_of_an_element_with_quantizers(function: str, kind: str, dtype: torch.dtype) -> None:
     near = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
     for x in (values(3, 5, 7), values(2, 8, 6, 6).contiguous(memory_format=torch.channels_last), values(5003)):
@@ -129,11 +168,21 @@ def test_other_rows_are_normalized_by_torch(norm: str) -> None:
 
 @pytest.mark.parametrize(
     ("function", "learned", "most"),
-    [("layer_norm", True, 3), ("layer_norm", False, 3), ("rms_norm", True, 3), ("gelu", True, 3), ("gelu", False, 2)],
+    [
+        ("layer_norm", True, 3),
+        ("layer_norm", False, 3),
+        ("rms_norm", True, 3),
+        ("gelu", True, 3),
+        ("gelu", False, 2),
+        ("none", True, 3),
+        ("none", False, 2),
+    ],
 )
 def test_launches(function: str, learned: bool, most: int) -> None:
     """The function with its scale; backward: the function, and its sums over blocks with the gradient of the scale."""
-    with on_host("forwards"):
-        compiled().launches()
-        step(values(9, 768), function, int("norm" in function), learned=learned)
-        assert compiled().launches() == most
+    x = values(9, 768)
+    for residual in (None, x.bfloat16()) if "norm" in function else (None,):
+        with on_host("forwards"):
+            compiled().launches()
+            step(x, function, int("norm" in function), learned=learned, residual=residual)
+            assert compiled().launches() == most

@@ -35,6 +35,12 @@ def on_codes_of(name: str, dtype: torch.dtype, *size: int) -> dict:
     return {f"{name}{part}": value for part, value in found.items()}
 
 
+def in_range(given: dict) -> dict:
+    """Arguments of a quantizer with qmin and qmax in one list."""
+    bounds = {"y_range": [given["y_qmin"], given["y_qmax"]]}
+    return bounds | {name: value for name, value in given.items() if name not in ("y_qmin", "y_qmax")}
+
+
 def sample(op: str, x: Tensor) -> dict:
     """Arguments of an op on x (of three dimensions, six channels on axis 1, a multiple of 16 elements in a row)."""
     grid = {"scale": scales(6), "zero_point": zero_points(6), "qmin": -100, "qmax": 90, "axis": 1}
@@ -134,6 +140,9 @@ def sample(op: str, x: Tensor) -> dict:
     plain |= {**forward, "bias": scales(6), "rounds_bias": True, **quantized}
     plain |= {"raw": None, "raw_scale": None, "raw_factor": 1.0}
     gelu = {"function": "gelu", "shape": [], "weight": None, "bias": None, "eps": 0.0}
+    norm_of_rows = {**gelu, "function": "layer_norm", "shape": [x.size(-1)], "eps": 1e-5}
+    of_output = {name: value for name, value in quantized.items() if name.startswith("y_") and name != "y_float16"}
+    of_output |= {"y_scale": scales(1), "mask": torch.zeros(0)}
     attention: dict = {}
     for name, seed in (("q", 0), ("k", 3), ("v", 5)):
         on_grid = (floats(x.dtype, seed)(2, 5, 4) / 10).round().clamp(-8, 7)
@@ -271,12 +280,22 @@ def sample(op: str, x: Tensor) -> dict:
             "order": [0, 1, 2],
             "x": x,
             **gelu,
-            **{name: value for name, value in quantized.items() if name.startswith("y_") and name != "y_float16"},
-            "y_scale": scales(1),
-            "mask": torch.zeros(0),
+            **of_output,
             "mean": torch.zeros(0),
             "rstd": torch.zeros(0),
             "wanted": [True] * 6,
+        },
+        "add_norm_fake_quant": {"x": x, "residual": x * 2, **norm_of_rows, **in_range(quantized)},
+        "add_norm_fake_quant_backward": {
+            "grad": x * 2,
+            "grad_sum": x,
+            "sum": x,
+            "narrow": None,
+            **norm_of_rows,
+            **in_range(of_output),
+            "mean": x.new_zeros(*x.shape[:2], 1),
+            "rstd": x.new_ones(*x.shape[:2], 1),
+            "wanted": [True] * 6 + [False],
         },
         "attention_fake_quant": attention,
         "attention_fake_quant_backward": {

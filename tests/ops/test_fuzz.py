@@ -42,6 +42,7 @@ OF_SEVERAL_OPS = (
     "unit",
     "layer_fake_quant",
     "function_fake_quant",
+    "add_norm_fake_quant",
     "attention_fake_quant",
     "product",
     "fused_attention",

@@ -167,15 +167,10 @@ class ChainFinder:
         return all(is_activation_quantizer(other) for other in between)
 
     def _adds(self, chain: Chain, node: fx.Node) -> bool:
-        operands = [node.args[0], node.args[1]] if len(node.args) == 2 else []
-        if node.op == "call_module" or node.target not in ADDS or not operands or node.kwargs.get("alpha", 1) != 1:
-            return False
-        other, *more = [operand for operand in operands if operand is not chain.last] or [None]
-        if set(node.kwargs) - {"alpha"} or more or not isinstance(other, fx.Node) or is_number(other):
-            return False
-        if changes_first(node) and operands[0] is not chain.last:
+        others = [operand for operand in addends(node) if operand is not chain.last]
+        if len(others) != 1 or (changes_first(node) and node.args[0] is not chain.last):
             return False  # it changes the other tensor, which somebody may read
-        chain.add, chain.residual = node, other
+        chain.add, chain.residual = node, others[0]
         return True
 
     def _activates(self, chain: Chain, node: fx.Node) -> bool:
@@ -187,6 +182,15 @@ class ChainFinder:
         elif bounds.known and len(node.all_input_nodes) == 1:
             chain.activation, chain.bounds = node, bounds
         return chain.activation is not None
+
+
+def addends(node: fx.Node) -> list[fx.Node]:
+    """Return the two tensors that a node adds; nothing for other nodes."""
+    adds = node.op != "call_module" and node.target in ADDS and len(node.args) == 2
+    if not adds or set(node.kwargs) - {"alpha"} or node.kwargs.get("alpha", 1) != 1:
+        return []
+    found = [each for each in node.args if isinstance(each, fx.Node) and not is_number(each)]
+    return found if len(found) == 2 else []
 
 
 def _called_alone(node: fx.Node) -> nn.Module | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from qtoolkit.graph.capture.rewrites.in_place import changed_by
+from qtoolkit.graph.capture.rewrites.in_place import changed_by, changes_first
 from qtoolkit.graph.module_calls import number_of
 from qtoolkit.graph.nodes import is_quantizer, kind_of, operands_of, readers_of
 from qtoolkit.graph.program import products
@@ -14,6 +14,7 @@ from qtoolkit.graph.program.chains import (
     Chain,
     ChainFinder,
     FunctionPair,
+    addends,
     is_activation_quantizer,
     is_attention_call,
     is_max_pool_call,
@@ -21,8 +22,8 @@ from qtoolkit.graph.program.chains import (
 )
 from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.epilogue import Rearrangement, epilogue_of, max_pool, max_pool2d
-from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit
-from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module
+from qtoolkit.graph.program.units import AddNormUnit, AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit
+from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module, is_norm
 from qtoolkit.graph.program.views import PermutedParts, unbind_permuted
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.model_inputs import leaves
@@ -40,7 +41,8 @@ class UnitWriter(Writer):
     """Writes a part of a graph with one call for each unit, and for each other op that training computes in its own way.
 
     A layer with its chain is a unit; a layer without a batch norm, with a quantizer right after it; and any other quantizer,
-    with an activation or a layer norm right before it. `codes` has the nodes of the results as integers, which units return.
+    with an activation or a norm right before it, and a norm with the add before it. `codes` has the nodes of the results as
+    integers, which units return.
     """
 
     def __init__(self, division: Division, index: int, found: Products) -> None:
@@ -62,6 +64,9 @@ class UnitWriter(Writer):
         # the units that are no chains, by their last nodes: the node of the layer or function before the quantizer, if any
         self.units = self._found(self.inner)
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
+        # the add whose sum a unit's norm takes, by the unit's last node
+        self.added = {last: add for last in self.units if (add := self._added(last)) is not None}
+        self.inner |= {*self.added.values()}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         self.permuted = self._permuted()
@@ -104,6 +109,16 @@ class UnitWriter(Writer):
             return None
         joins = is_weighted_call(before) or _function(before) is not None
         return before if joins and self._reads_alone(quantizer, before) else None
+
+    def _added(self, last: fx.Node) -> fx.Node | None:
+        """Return the add whose sum the norm of a unit takes, if the unit may compute it: nothing else reads it before."""
+        norm = self.units[last]
+        add = norm.args[0] if norm is not None and norm.op == "call_module" and is_norm(module_of(norm)) else None
+        if not isinstance(add, fx.Node) or add not in self.order or add in self.inner or not addends(add):
+            return None
+        between = self.items[self.order[add] + 1 : self.order[last]]
+        read = any(user in between for user in add.users if user is not norm)
+        return None if read or changes_first(add) or not self._nothing_between(add, last) else add
 
     def _permuted(self) -> dict[fx.Node, PermutedParts]:
         """Return the nodes that take a permuted tensor apart, which nothing else reads."""
@@ -170,9 +185,15 @@ class UnitWriter(Writer):
         module = self._target(str(before.target)) if before is not None and before.op == "call_module" else None
         called = None if before is None or module else function_of(before, before.all_input_nodes)
         function = NONE if before is None or module else OF_FUNCTION[before.target]
-        unit = FunctionUnit(self.owner, module, target, called, function, codes, self._goes_to_a_layer(node))
+        arguments = (self.owner, module, target, called, function, codes, self._goes_to_a_layer(node))
         source = node if before is None else before
-        self._write_unit(unit.run, [self._value(source.all_input_nodes[0])], source.name, node)
+        add = self.added.get(node)
+        if add is None:
+            self._write_unit(FunctionUnit(*arguments).run, [self._value(source.all_input_nodes[0])], source.name, node)
+            return
+        unit = AddNormUnit(function_of(add, addends(add)), *arguments)
+        result = self._write_unit(unit.run_adding, map(self._value, addends(add)), source.name, node)
+        self.written[add] = self._item(result, 2, add.name)
 
     def _write_unit(
         self,
@@ -181,11 +202,12 @@ class UnitWriter(Writer):
         name: str,
         last: fx.Node,
         named: dict[str, object] | None = None,
-    ) -> None:
+    ) -> fx.Node:
         result = self._called(run, arguments, named, f"{name}_unit")
         self.written[last] = self._item(result, 0, last.name)
         if any(self._takers_of(last)):
             self.codes[last] = self._item(result, 1, f"{last.name}_codes")
+        return result
 
     def _called(self, function: Callable[..., object], args: Any, kwargs: Any, name: str) -> fx.Node:
         """Write a call that takes the run before the arguments."""

@@ -18,7 +18,13 @@ from tests.ops.cuda_host import ORDERS, on_host
 from tests.ops.cuda_host.work import Work
 from tests.ops.test_every import sample
 
-MOST = {"unit": 19, "layer_fake_quant": 10, "function_fake_quant": 3, "prelu_fake_quant": 5}
+MOST = {
+    "unit": 19,
+    "layer_fake_quant": 10,
+    "function_fake_quant": 3,
+    "add_norm_fake_quant": 3,
+    "prelu_fake_quant": 5,
+}
 # Where a weight is quantized op by op: a transposed one, whose channels are no rows in memory, or one with a zero point.
 MOST_OP_BY_OP = 26
 MOST_FROZEN, MOST_FROZEN_OP_BY_OP = 24, 30
@@ -43,7 +49,8 @@ class Branch(nn.Module):
         self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(x + self.first(x)))
+        x = x + self.first(x)
+        return x + self.last(self.norm(x))
 
 
 def function(*layers: nn.Module) -> nn.Sequential:
@@ -66,7 +73,7 @@ UNITS = {  # its op, and a model with it
     "SiLU": ("function_fake_quant", function(nn.SiLU())),
     "layer norm": ("function_fake_quant", function(nn.LayerNorm(8))),
     "RMS norm": ("function_fake_quant", function(nn.RMSNorm(8))),
-    "layer norm of a residual stream": ("function_fake_quant", Branch()),
+    "layer norm of a residual stream": ("add_norm_fake_quant", Branch()),
     "PReLU": ("prelu_fake_quant", function(nn.PReLU(1))),
 }
 

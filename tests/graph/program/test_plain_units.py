@@ -74,21 +74,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     found = Counter[str]()
     with monkeypatch.context() as patch:
         for kind in (LayerUnit, FunctionUnit):
-            by_op = kind.by_op
+            results_of = kind.results_of
 
-            def count(self: Any, *args: Any, by_op: Callable[..., Any] = by_op, name: str = kind.__name__) -> Any:
-                result = by_op(self, *args)
-                found[name] += result is not None
-                return result
+            def count(self: Any, *args: Any, of: Callable[..., Any] = results_of, name: str = kind.__name__) -> Any:
+                results = of(self, *args)
+                found[name] += results is not None
+                return results
 
-            patch.setattr(kind, "by_op", count)
+            patch.setattr(kind, "results_of", count)
         yield found
 
 
 @contextmanager
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(CachedFusedOp, "by_op", lambda self, run, *inputs: None)
+        patch.setattr(CachedFusedOp, "plan_of", lambda self, run, *inputs: None)
         yield
 
 
@@ -320,8 +320,99 @@ def test_opcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             args = units.made("layer_fake_quant", held), held["x"]
             torch.library.opcheck(library.layer_fake_quant.default, args, test_utils=CHECKS[1])
         else:
-            held["keeps_x"] = held["learned"] or held["function"] != "none"
-            torch.library.opcheck(library.function_fake_quant.default, (), held, test_utils=CHECKS)
+            op = library.function_fake_quant.default
+            if held["residual"] is None:
+                held.pop("residual")
+                held["keeps_x"] = held["learned"] or held["function"] != "none"
+            else:
+                op = library.add_norm_fake_quant.default
+                held["y_range"] = [held.pop("y_qmin"), held.pop("y_qmax")]
+            torch.library.opcheck(op, (), held, test_utils=CHECKS)
+
+
+class Stream(nn.Module):
+    """Residual streams: how a norm takes the sum of two tensors, and what else takes it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.branch, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.RMSNorm(8) if kind == "RMS norm" else nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x).float()  # autocast leaves the stream in float32
+        y = self.branch(x)
+        match self.kind:
+            case "norm first" | "RMS norm":
+                x = y + x
+                return x + self.last(self.norm(x))
+            case "norm alone":  # takes the sum
+                return self.last(self.norm(torch.add(x, y)))
+            case "sum returned":
+                x = x + y
+                return x, self.last(self.norm(x))
+            case "norm unused":
+                x = x + y
+                return x + 0 * self.last(self.norm(x)).detach()
+            case "read before":
+                x = x + y
+                z = self.norm(x * 2)
+                return self.last(self.norm(x)) + z
+            case "in place":
+                x += y
+                return x + self.last(self.norm(x))
+            case "broadcast":
+                x = x + y[:1]
+                return x + self.last(self.norm(x))
+            case "scaled":
+                x = torch.add(x, y, alpha=2)
+                return x + self.last(self.norm(x))
+            case "number":
+                x = x + 0.5
+                return x + self.last(self.norm(x)) + y
+            case "two types":
+                x = x + y.double()
+                return x + self.last(self.norm(x.float()))
+            case "twice":
+                x = x + x
+                return x + self.last(self.norm(x)) + y
+        raise NotImplementedError
+
+
+OF_SUMS = {"norm first", "RMS norm", "norm alone", "sum returned", "norm unused", "in place", "twice"}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["fixed", "lsq"])
+@pytest.mark.parametrize("kind", [*sorted(OF_SUMS), "read before", "broadcast", "scaled", "number", "two types"])
+def test_a_norm_of_a_sum_has_the_bits_of_torchs_ops(
+    kind: str, name: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, activation = SPECS[name]
+    mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    model = qt.prepare(Stream(kind).train(), (x,), backend="tensorrt", qconfig_mapping=mapping)
+    qt.calibrate(model, [x], progress=False)
+    model = settled(model).train()
+
+    def results(model: nn.Module) -> dict[str, Tensor]:
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            found = model(given)
+        ys = found if isinstance(found, tuple) else (found,)
+        sum(y.float().square().sum() for y in ys).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {**{f"y{i}": y.detach() for i, y in enumerate(ys)}, "x": given.grad, **gradients}
+
+    other = copy.deepcopy(model)
+    with Ops() as ops:
+        found = results(model)
+    assert bool(ops.found["qtoolkit::add_norm_fake_quant"]) == (kind in OF_SUMS)
+    with one_by_one(monkeypatch), Ops() as ops:
+        wanted = results(other)
+    assert not ops.found["qtoolkit::add_norm_fake_quant"]
+    same(found, wanted)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -119,27 +119,42 @@ def unit_name(names: tuple[str | None, ...]) -> str:
 @contextmanager
 def units_noted(calls: list[str]) -> Iterator[None]:
     """Note the unit that computes by its op, while it does."""
-    compute = CachedFusedOp.compute
+    computed = CachedFusedOp.results_of
 
     def noted(self: Any, *args: Any) -> Any:
         calls.append(unit_name(self.names))
         try:
-            return compute(self, *args)
+            return computed(self, *args)
         finally:
             calls.pop()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CachedFusedOp, "compute", noted)
+        patch.setattr(CachedFusedOp, "results_of", noted)
         yield
+
+
+def cast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+
+def trained(net: Net, blocks: int, images: int, quantizes: bool) -> tuple[nn.Module, Tensor]:
+    """Return a network and its input in guarded memory, where bytes are counted."""
+    with guarded():
+        x = image_of(net, images)
+        model = quantized(net.built(blocks), x) if quantizes else net.built(blocks)
+        return model, image_of(net, images).requires_grad_()
+
+
+def first_steps(model: nn.Module, x: Tensor) -> None:
+    for _ in range(2):
+        model(x).sum().backward()
+    model.zero_grad(set_to_none=True)
+    x.grad = None
 
 
 def step(net: Net, blocks: int, images: int, quantizes: bool) -> tuple[list[tuple[str, Done]], list[tuple[str, Done]]]:
     """Return what forward and backward of a training step do, each call of an op with its unit or its module."""
-    cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-    with guarded():  # what is counted is in guarded memory
-        x = image_of(net, images)
-        model = quantized(net.built(blocks), x) if quantizes else net.built(blocks)
-        x = image_of(net, images).requires_grad_()
+    model, x = trained(net, blocks, images, quantizes)
     # In float the modules: its hooks would run in a prepared model too, whose units would be called module by module.
     tracker, calls = ModuleTracker(), list[str]()
     tracked = nullcontext() if quantizes else tracker
@@ -150,11 +165,8 @@ def step(net: Net, blocks: int, images: int, quantizes: bool) -> tuple[list[tupl
             return calls[-1] if calls else BETWEEN
         return of_block(max(tracker.parents - identities, key=len))
 
-    with on_host("forwards"), cast, units_noted(calls):
-        for _ in range(2):
-            model(x).sum().backward()
-        model.zero_grad(set_to_none=True)
-        x.grad = None
+    with on_host("forwards"), cast(), units_noted(calls):
+        first_steps(model, x)
         with tracked:
             with Labelled(label) as forward:
                 y = model(x)
@@ -204,6 +216,33 @@ def of_one_block(net: Net, quantizes: bool) -> list[dict[str, tuple[int, float]]
     return found
 
 
+def kept(net: Net, blocks: int, images: int, quantizes: bool) -> int:
+    """Return the bytes of the tensors that a forward keeps for backward."""
+    model, x = trained(net, blocks, images, quantizes)
+    held = dict[int, Tensor]()
+
+    def pack(t: Tensor) -> Tensor:
+        held[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with on_host("forwards"), cast():
+        first_steps(model, x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(x)
+    return sum(t.untyped_storage().nbytes() for t in held.values())
+
+
+def kept_of_block(net: Net) -> str:
+    """Return the row of docs/gpu.md with what a block keeps for each element of its input, in float and quantized."""
+    found = []
+    for quantizes in (False, True):
+        few, many = (
+            kept(net, MANY, images, quantizes) - kept(net, FEW, images, quantizes) for images in (IMAGES, 2 * IMAGES)
+        )
+        found.append((many - few) / (IMAGES * net.elements))
+    return f"| {net.of} | {found[0]:.1f} | {found[1]:.1f} | {found[1] / found[0]:.2f} |"
+
+
 @cache
 def table(net: Net) -> list[str]:
     """Return the rows of docs/gpu.md for a block, with its sum."""
@@ -229,9 +268,9 @@ def table(net: Net) -> list[str]:
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.of)
 def test_the_page_has_the_counts(net: Net) -> None:
     page = PAGE.read_text()
-    assert [row for row in table(net) if row not in page] == []
+    assert [row for row in [*table(net), kept_of_block(net)] if row not in page] == []
 
 
 if __name__ == "__main__":
     for each in NETS:
-        print(each.of, *table(each), sep="\n")
+        print(each.of, *table(each), kept_of_block(each), sep="\n")

@@ -147,7 +147,12 @@ class CachedFusedOp(Generic[P]):
         return self.plans[kind]
 
     def compute(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
-        """Compute the unit by the op, and keep the call; None if x has no integers."""
+        """Compute the unit by the op; None if x has no integers."""
+        results = self.results_of(run, plan, modules, x, *others)
+        return None if results is None else self.output(run, plan, modules[-1], *results)
+
+    def results_of(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> list[Tensor] | None:
+        """Return the results of the op, and keep the call; None if x has no integers."""
         # Asked once: a grid that is made at each call saves tensors, and gradient checkpointing counts them.
         varying = self._varying(run, plan, modules, x, *others)
         if varying is None:
@@ -160,7 +165,7 @@ class CachedFusedOp(Generic[P]):
             fields["learned"] = any(t is not None and t.requires_grad for t in map(fields.get, TRAINED_OF_OUTPUT))
             call = plan.call = LastCall(numbers, made(self.KIND, fields, list(tensors)).call)
             results = call.repeat(values)
-        return self.output(run, plan, modules[-1], *results)
+        return results
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return the values on which a plan depends besides the modules; None without a plan."""

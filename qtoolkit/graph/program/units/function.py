@@ -1,7 +1,8 @@
-"""A quantizer with the function before it, in one op: an activation or a layer norm, or none."""
+"""A quantizer with the function before it, in one op: an activation or a norm, or none; a norm with the add before it."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from qtoolkit.nn.output_grid import (
     quantized_by,
     quantized_in_op,
 )
+from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.running import Run
 
 
@@ -112,27 +114,30 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         """Compute the unit in a compiled forward, which keeps no plan: by the op too, except for functions in COMPILED."""
         function = self.function if module is None else function_of_module(module)
         if function is not None and function[0] not in COMPILED and _is_one_op(run, module, quantizer):
-            found = quantized_in_op(run, quantizer, x, function, self.with_codes) if _takes(function, x) else None
+            takes = _takes(function, x, x.dtype)
+            found = quantized_in_op(run, quantizer, x, function, self.with_codes) if takes else None
             if found is not None:
                 return found
         return self._one_by_one(run, x, module, quantizer)
 
     def kind_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Hashable:
         """Return the values on which a plan depends besides the modules."""
-        return x.shape, x.dtype, x.device, _autocast_type(x)
+        return x.shape, x.dtype, x.device, _autocast_type(x), *((t.shape, t.dtype, t.device) for t in others)
 
     def _planned(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> FunctionPlan | None:
         module, quantizer = modules
-        if not (is_ordinary(run, x) and x.is_floating_point() and _is_one_op(run, module, quantizer)):
+        tensors = (x, *others)
+        if not (all(_may_be_added(run, t, x) for t in tensors) and _is_one_op(run, module, quantizer)):
             return None
         function = self.function if module is None else function_of_module(module)
-        if function is None or not _takes(function, x):
-            return None
-        like = x.detach().to("meta")
+        dtype = reduce(torch.promote_types, (t.dtype for t in tensors))
+        if function is None or not _takes(function, x, dtype) or (others and not function[1]):
+            return None  # an add is before a norm alone
+        like = x.detach().to("meta", dtype)
         output = grid_at_each_call(quantizer, like) if function[0] == PRELU else output_grid(run, quantizer, like)
-        fields: Fields = dict(zip(OF_OP, function, strict=True))
+        fields: Fields = {"residual": None, **dict(zip(OF_OP, function, strict=True))}
         fields["with_codes"] = self.with_codes and gives_codes(quantizer)
-        fields["dtype"] = _autocast_type(x) if self.narrow and x.dtype == torch.float32 else None
+        fields["dtype"] = _autocast_type(x) if self.narrow and dtype == torch.float32 else None
         return FunctionPlan(quantizer, output, fields, function[0])
 
     def compute(self, run: Run, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
@@ -147,13 +152,40 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         return y, codes_by_op(run, y, None, scale, grid.zero_point, quantizer)
 
     def _varying(self, run: Run, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying:
-        return plan.with_output({"x": x}, {})
+        return plan.with_output(dict(zip(("x", "residual"), (x, *others), strict=False)), {})
+
+
+class AddNormUnit(FunctionUnit):
+    """The same of a norm of the sum of two tensors, which `adds` computes; others take the sum too: a residual stream."""
+
+    def __init__(self, adds: Callable[[Tensor, Tensor], Tensor], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.adds = adds
+
+    def run_adding(self, run: Run, x: Tensor, residual: Tensor) -> tuple[Tensor, TensorCodes | None, Tensor]:
+        """Return the unit's output, with its integers, and the sum."""
+        if type(x) is type(residual) is Tensor and not run.compiled and torch.is_grad_enabled():
+            self.refresh_if_modules_changed(run)
+            needed = x.requires_grad or residual.requires_grad
+            plan = self.plan_of(run, self.modules, x, residual) if needed else None
+            results = None if plan is None else self.results_of(run, plan, self.modules, x, residual)
+            if plan is not None and results is not None:
+                *of_output, total = results
+                return *self.output(run, plan, self.modules[-1], *of_output), total
+        total = self.adds(x, residual)
+        return *self.run(run, total), total
 
 
 def function_of_module(module: nn.Module) -> Function | None:
     """Return the function of a module, if an op computes it with a quantizer."""
     found = OF_MODULE.get(type(module))
     return None if found is None else found(module)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether the function of a module is a norm of rows."""
+    found = function_of_module(module)
+    return found is not None and bool(found[1])
 
 
 def _is_one_op(run: Run, module: nn.Module | None, quantizer: nn.Module) -> bool:
@@ -165,16 +197,20 @@ def _autocast_type(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _takes(function: Function, x: Tensor) -> bool:
-    """Return whether the op computes a function of x as torch does, in the type of its parameters."""
+def _may_be_added(run: Run, t: Any, x: Tensor) -> bool:
+    return is_ordinary(run, t) and t.is_floating_point() and (t.shape, t.device) == (x.shape, x.device)
+
+
+def _takes(function: Function, x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the op computes a function of a tensor like x, of a type, as torch does, in the type of its parameters."""
     name, shape, *parameters, _ = function
     if name == PRELU:
         return _takes_prelu(function[2], x)
     if not shape:
         return True
-    types = {p.dtype for p in parameters if p is not None} | {x.dtype}
+    types = {p.dtype for p in parameters if p is not None} | {dtype}
     # Autocast computes a layer norm in float32, on CUDA: there it widens narrower types, and leaves others.
-    wide = _autocast_type(x) is None or x.dtype in (torch.float32, torch.float64)
+    wide = _autocast_type(x) is None or dtype in (torch.float32, torch.float64)
     plain = all(p is None or type(p) is nn.Parameter for p in parameters)
     return wide and plain and len(types) == 1 and x.shape[x.dim() - len(shape) :] == shape
 
