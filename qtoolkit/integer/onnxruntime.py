@@ -113,6 +113,14 @@ class QLinearGlobalAveragePool(OpKernel):
         return output.rounded(sums, source.scale / (output.scale * count))
 
 
+def global_pool_takes(source: float, output: float) -> bool:
+    """Return whether QLinearGlobalAveragePool takes the scales of its input and its output, for images of any size.
+
+    It raises an error unless 2^-32 <= xs / (ys * n) < 256, for n of at most 2^24. Source: mlas/lib/qlgavgpool.cpp.
+    """
+    return 2.0**-8 <= source / output < 2.0**8
+
+
 def sums_of_means(mean: Callable[..., Tensor], codes: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, int]:
     """Return the integer sums of an op that computes means, in float64, and the number of values in each."""
     means = mean(codes.double(), *args, **kwargs)
@@ -142,6 +150,7 @@ PAIRS_MOVE_PAST = ("MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqu
 ABSORBS = backends["onnxruntime"].joined_activations
 # Kernels by lookup table: QLinearLeakyRelu, QLinearSigmoid and QLinearSoftmax. (Kernels that only move data need none.)
 TABLES = ("leaky_relu", "sigmoid", "softmax")
+OTHER_SCALES = Refusal(Cause.NO_KERNEL, "onnxruntime's global pool does not take scales that differ so much")
 OTHER_TYPE = Refusal(Cause.OUTPUT_CODES, "its input and its output have different integer types")
 
 
@@ -191,7 +200,9 @@ def op_kernel(
     if refusal is not None:
         return refusal
     if kernel is QLinearAveragePool:
-        return _average_pool(node)
+        found = _average_pool(node)
+        takes = output is None or global_pool_takes(float(inputs[0].scale), float(output.scale))
+        return OTHER_SCALES if found is QLinearGlobalAveragePool and not takes else found
     return kernel if takes_two(node, inputs) else refusals.OTHER_ARGUMENTS
 
 

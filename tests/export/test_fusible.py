@@ -132,6 +132,25 @@ def test_a_mean_over_the_image_is_a_global_pool(tmp_path, mean) -> None:
     assert found.codes.share < 0.02
 
 
+@pytest.mark.parametrize(("exporter", "opset"), OPSETS)
+@pytest.mark.parametrize("mean", [lambda y: y.mean((2, 3), keepdim=True), lambda y: F.adaptive_avg_pool2d(y, 1)])
+@pytest.mark.parametrize("dead", ["relu", "mean"])
+def test_a_mean_of_scales_that_differ_too_much_is_no_global_pool(tmp_path, dead, mean, exporter, opset) -> None:
+    """Of a branch that is zero: onnxruntime raises an error in its integer kernel, and has none for ReduceMean."""
+    prepared = qt.prepare(Between(lambda m, y, x: mean(y)).eval(), X, "onnxruntime")
+    qt.calibrate(prepared, [X], progress=False)
+    with torch.no_grad():
+        for name, quantizer in qt.quantizers_of(prepared).items():
+            if name == f"activation_quantizers.{dead}" or (dead == "mean" and "pool" in name):
+                quantizer._scale.fill_(1e-12)
+    converted = qt.convert(prepared, arithmetic="integer")
+    path = qt.export_onnx(converted, X, tmp_path / "m.onnx", exporter=exporter, opset=opset).path
+    assert "ReduceMean" in [node.op_type for node in onnx.load(path).graph.node]
+    found = verify(converted, X, path)
+    assert found.runtimes["onnxruntime"].codes.differing == 0
+    assert "does not take scales that differ so much" in str(qt.quantization_report(converted))
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "move",

@@ -1,13 +1,14 @@
 """Rewrite ops from torch's exporters into forms for which runtimes have integer kernels."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
 from qtoolkit.export.files.kinds import axes_of
-from qtoolkit.export.passes.repeated_pairs import is_on_codes, separate
+from qtoolkit.export.passes.repeated_pairs import is_on_codes, moved_from, separate
+from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST, global_pool_takes
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import is_over_positions
 
@@ -17,9 +18,9 @@ END = np.iinfo(np.int64).max  # of a Slice: behind the last place of any dimensi
 def write_fusible_forms(model: onnx_ir.Model) -> None:
     """Write spatial means as GlobalAveragePool, linear layers with int32 biases as Gemm, PRelu with one slope as LeakyRelu.
 
-    onnxruntime has integer kernels for these three, but not for ReduceMean, MatMul with Add, and PRelu. Average pools with
-    ceil_mode are rewritten for its integer kernel. Circular padding becomes a concat of slices: OpenVINO and TensorRT do not
-    support it, and ONNX has it from opset 19 on.
+    onnxruntime has integer kernels for these three, but not for ReduceMean, MatMul with Add, and PRelu. A mean whose scales the
+    kernel does not take is a ReduceMean. Average pools with ceil_mode are rewritten for its integer kernel. Circular padding
+    becomes a concat of slices: OpenVINO and TensorRT do not support it, and ONNX has it from opset 19 on.
     """
     for node in list(model.graph):
         if (write := REWRITTEN.get(node.op_type)) is not None:
@@ -32,7 +33,7 @@ def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
     axes = axes_of(mean)
     if source is None or shape is None or len(shape) < 3 or axes is None or not is_on_codes(source):
         return
-    if not is_over_positions(axes, len(shape)):
+    if not is_over_positions(axes, len(shape)) or not _takes_scales(source, output):
         return
     pool = onnx_ir.node("GlobalAveragePool", [source], name=mean.name)
     pool.outputs[0].type = output.type
@@ -42,6 +43,36 @@ def _write_global_pool(model: onnx_ir.Model, mean: onnx_ir.Node) -> None:
         new.append(onnx_ir.node("Squeeze", [last, Constants(model.graph).integers(axes, f"{mean.name}.axes")]))
         last = new[-1].outputs[0]
     replace_node(mean, new, last)
+
+
+def _write_mean(model: onnx_ir.Model, pool: onnx_ir.Node) -> None:
+    """Write a GlobalAveragePool whose scales the integer kernel does not take as ReduceMean: onnxruntime refuses to run it."""
+    source, output = pool.inputs[0], pool.outputs[0]
+    if source is None or source.shape is None or _takes_scales(source, output):
+        return
+    axes = range(2, len(source.shape))
+    by_input = model.opset_imports[""] >= 18
+    more = [Constants(model.graph).integers([*axes], f"{pool.name}.axes")] if by_input else []
+    mean = onnx_ir.node("ReduceMean", [source, *more], {} if by_input else {"axes": [*axes]}, name=pool.name)
+    mean.outputs[0].type, mean.outputs[0].shape = output.type, output.shape
+    replace_node(pool, [mean], mean.outputs[0])
+
+
+def _takes_scales(source: onnx_ir.Value, output: onnx_ir.Value) -> bool:
+    """Return whether the global pool of onnxruntime takes the scales of the pairs before and after it, if there are both."""
+    makers = [maker_of(each, "DequantizeLinear") for each in reached([source], moved_from)]
+    before = [scale for maker in makers if maker is not None and (scale := constant_input(maker, 1)) is not None]
+    after = [scale for quantize in _quantizers_after(output) if (scale := constant_input(quantize, 1)) is not None]
+    return all(global_pool_takes(float(x.flat[0]), float(y.flat[0])) for x in before for y in after)
+
+
+def _quantizers_after(value: onnx_ir.Value) -> Iterator[onnx_ir.Node]:
+    """Yield the QuantizeLinear nodes that take a value, directly or after data movement."""
+    for user, _ in value.uses():
+        if user.op_type == "QuantizeLinear":
+            yield user
+        elif user.op_type in PAIRS_MOVE_PAST:
+            yield from _quantizers_after(user.outputs[0])
 
 
 def _write_gemm(model: onnx_ir.Model, add: onnx_ir.Node) -> None:
@@ -152,6 +183,7 @@ def _depends_on_inputs(value: onnx_ir.Value) -> bool:
 
 REWRITTEN: Mapping[str, Callable[[onnx_ir.Model, onnx_ir.Node], None]] = {
     "ReduceMean": _write_global_pool,
+    "GlobalAveragePool": _write_mean,
     "Add": _write_gemm,
     "PRelu": _write_leaky_relu,
     "AveragePool": _write_counted_pool,

@@ -36,10 +36,11 @@ def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
 
 def is_on_codes(value: onnx_ir.Value) -> bool:
     """Return whether a tensor has dequantized values: the output of a DequantizeLinear, directly or after data movement."""
-    return all(maker_of(each, "DequantizeLinear") or _moved_from(each) for each in reached([value], _moved_from))
+    return all(maker_of(each, "DequantizeLinear") or moved_from(each) for each in reached([value], moved_from))
 
 
-def _moved_from(value: onnx_ir.Value) -> list[onnx_ir.Value]:
+def moved_from(value: onnx_ir.Value) -> list[onnx_ir.Value]:
+    """Return the values that data movement takes to this value; none for the result of another op."""
     maker = value.producer()
     return [] if maker is None else [source for source in moved_inputs(maker) if source is not None]
 
@@ -47,7 +48,7 @@ def _moved_from(value: onnx_ir.Value) -> list[onnx_ir.Value]:
 def separate(model: onnx_ir.Model, first: onnx_ir.Node, second: onnx_ir.Node) -> None:
     """Repeat the pair after a data movement op if another such op uses its output, so that the ops stay separate."""
     output = first.outputs[0]
-    pair = _pair_of([each for each in reached([output], _moved_from) if maker_of(each, "DequantizeLinear")])
+    pair = _pair_of([each for each in reached([output], moved_from) if maker_of(each, "DequantizeLinear")])
     if pair is not None:
         last = _insert_pair(model, first, output, pair)
         second.replace_input_with(list(second.inputs).index(output), last)
