@@ -448,36 +448,32 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   push_wanted(stack, gradients, at::ArrayRef<bool>(wanted.data(), kResults), grad.options());
 }
 
-UnitOutput call_adding_op(const FunctionUnit& unit) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&,
-      const optional<Tensor>&, double, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&,
-      const optional<Tensor>&, at::IntArrayRef, double, bool, bool, bool, optional<at::ScalarType>)>(
-      "qtoolkit::add_norm_fake_quant");
-  const Function& f = unit.function;
-  const OutputQuantizer& q = unit.output;
-  auto [y, codes, y_scale, mask, mean, rstd, sum] =
-      op.call(unit.x, *unit.residual, f.name, f.shape, f.weight, f.bias, f.eps, q.trained.start, q.trained.ratio,
-              q.trained.rate, q.zero_point, {q.qmin, q.qmax}, q.grad_factor, q.trained.float16, q.learned, q.with_codes,
-              unit.dtype);
-  return {y, codes, y_scale, sum};
-}
+c10::OperatorHandle handle(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
 
 }  // namespace
 
 UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
-  if (unit->residual.has_value()) return call_adding_op(*unit);
-  static const auto op = find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
-      const Tensor&, std::string_view, c10::SymIntArrayRef, const optional<Tensor>&, const optional<Tensor>&, double,
-      bool, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&, int64_t,
-      int64_t, double, bool, bool, bool, optional<at::ScalarType>)>("qtoolkit::function_fake_quant");
+  static const c10::OperatorHandle alone = handle("qtoolkit::function_fake_quant"),
+                                   adding = handle("qtoolkit::add_norm_fake_quant");
   const Function& f = unit->function;
   const OutputQuantizer& q = unit->output;
-  auto [y, codes, y_scale, mask, mean, rstd] =
-      op.call(unit->x, f.name, f.shape, f.weight, f.bias, f.eps, /*keeps_x=*/q.learned || !f.is_none(), q.trained.start,
-              q.trained.ratio, q.trained.rate, q.zero_point, q.qmin, q.qmax, q.grad_factor, q.trained.float16,
-              q.learned, q.with_codes, unit->dtype);
-  return {y, codes, y_scale};
+  const bool adds = unit->residual.has_value();
+  Stack stack;
+  stack.reserve(20);
+  const auto push = [&](auto&&... values) { torch::jit::push(stack, values...); };
+  push(unit->x);
+  if (adds) push(*unit->residual);
+  push(f.name, c10::SymIntArrayRef(f.shape), f.weight, f.bias, f.eps);
+  if (!adds) push(/*keeps_x=*/q.learned || !f.is_none());
+  push(q.trained.start, q.trained.ratio, q.trained.rate, q.zero_point);
+  if (adds) {
+    push(std::vector<int64_t>{q.qmin, q.qmax});
+  } else {
+    push(q.qmin, q.qmax);
+  }
+  push(q.grad_factor, q.trained.float16, q.learned, q.with_codes, unit->dtype);
+  (adds ? adding : alone).callBoxed(&stack);
+  return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor(), adds ? stack[6].toTensor() : Tensor()};
 }
 
 QT_REGISTER_BODIES(m) {

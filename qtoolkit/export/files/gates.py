@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import onnx_ir
 
 from qtoolkit.export.files.graph import constant_of
-from qtoolkit.export.files.kinds import moved_inputs
-from qtoolkit.op_kinds.reached import reached
+from qtoolkit.export.files.kinds import uses_after
 
 GATED = {"Sigmoid": "silu", "HardSigmoid": "hardswish"}  # x * gate(x)
 SUMS = ("Add", "Sum")
@@ -76,11 +75,5 @@ def is_faster_by_tanh(product: onnx_ir.Node, gate: Gate) -> bool:
 def _is_added(value: onnx_ir.Value) -> bool:
     """Return whether a value is added to another computed tensor, directly or after data movement."""
     return any(
-        user.op_type in SUMS and all(constant_of(each) is None for each in user.inputs)
-        for each in reached([value], _moved_to)
-        for user, _ in each.uses()
+        user.op_type in SUMS and all(constant_of(each) is None for each in user.inputs) for user, _ in uses_after(value)
     )
-
-
-def _moved_to(value: onnx_ir.Value) -> list[onnx_ir.Value]:
-    return [output for user, _ in value.uses() if value in moved_inputs(user) for output in user.outputs]

@@ -1,12 +1,13 @@
 """Kinds of ONNX's ops, by their names, attributes and constant inputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qtoolkit.export.files.graph import constant_input, input_at
 from qtoolkit.op_kinds.kind import OpKind
+from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import is_over_image
 from qtoolkit.op_kinds.table import KINDS, OF_ONNX, OTHER
 
@@ -95,3 +96,18 @@ def moved_inputs(node: "onnx_ir.Node") -> Sequence["onnx_ir.Value | None"]:
     """Return the inputs whose values, or zeros, a node moves to its outputs; none for a node that computes."""
     kind = OTHER if node.op_type == CAST else kind_by_op(node)
     return node.inputs if kind.concatenates else node.inputs[:1] if kind.moves else ()
+
+
+def moved_from(value: "onnx_ir.Value") -> list["onnx_ir.Value"]:
+    """Return the values that data movement takes to a value; none for the result of another op."""
+    maker = value.producer()
+    return [] if maker is None else [source for source in moved_inputs(maker) if source is not None]
+
+
+def uses_after(value: "onnx_ir.Value") -> Iterator[tuple["onnx_ir.Node", int]]:
+    """Yield the uses of a value, directly or after data movement: each a node and the position of its input."""
+
+    def moved_to(value: "onnx_ir.Value") -> list["onnx_ir.Value"]:
+        return [output for user, _ in value.uses() if value in moved_inputs(user) for output in user.outputs]
+
+    return (use for each in reached([value], moved_to) for use in each.uses())

@@ -1,14 +1,14 @@
 """Rewrite ops from torch's exporters into forms for which runtimes have integer kernels."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir
 
 from qtoolkit.export.files.graph import Constants, constant_input, maker_of, replace_node
-from qtoolkit.export.files.kinds import axes_of
-from qtoolkit.export.passes.repeated_pairs import is_on_codes, moved_from, separate
-from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST, global_pool_takes
+from qtoolkit.export.files.kinds import axes_of, moved_from, uses_after
+from qtoolkit.export.passes.repeated_pairs import is_on_codes, separate
+from qtoolkit.integer.onnxruntime import global_pool_takes
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.rules import is_over_positions
 
@@ -62,17 +62,9 @@ def _takes_scales(source: onnx_ir.Value, output: onnx_ir.Value) -> bool:
     """Return whether the global pool of onnxruntime takes the scales of the pairs before and after it, if there are both."""
     makers = [maker_of(each, "DequantizeLinear") for each in reached([source], moved_from)]
     before = [scale for maker in makers if maker is not None and (scale := constant_input(maker, 1)) is not None]
-    after = [scale for quantize in _quantizers_after(output) if (scale := constant_input(quantize, 1)) is not None]
+    quantizers = [user for user, _ in uses_after(output) if user.op_type == "QuantizeLinear"]
+    after = [scale for quantize in quantizers if (scale := constant_input(quantize, 1)) is not None]
     return all(global_pool_takes(float(x.flat[0]), float(y.flat[0])) for x in before for y in after)
-
-
-def _quantizers_after(value: onnx_ir.Value) -> Iterator[onnx_ir.Node]:
-    """Yield the QuantizeLinear nodes that take a value, directly or after data movement."""
-    for user, _ in value.uses():
-        if user.op_type == "QuantizeLinear":
-            yield user
-        elif user.op_type in PAIRS_MOVE_PAST:
-            yield from _quantizers_after(user.outputs[0])
 
 
 def _write_gemm(model: onnx_ir.Model, add: onnx_ir.Node) -> None:

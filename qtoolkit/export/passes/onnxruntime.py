@@ -8,10 +8,9 @@ import onnx_ir
 
 from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, has_one_scale, input_at, maker_of
-from qtoolkit.export.files.kinds import WEIGHTED, bounds_of, moved_inputs, ops_where
+from qtoolkit.export.files.kinds import WEIGHTED, bounds_of, ops_where, uses_after
 from qtoolkit.export.files.ops import ConstantWeight, layer_of
 from qtoolkit.export.passes.repeated_pairs import is_on_codes
-from qtoolkit.op_kinds.reached import reached
 from qtoolkit.runtimes.execution import Array
 
 CLIPS = ops_where(lambda kind: kind.clips)
@@ -178,8 +177,4 @@ def _take_maximum(model: onnx_ir.Model, node: onnx_ir.Node, index: int, name: st
 
 def _is_quantized(value: onnx_ir.Value) -> bool:
     """Return whether a QuantizeLinear uses a tensor, directly or after data movement."""
-
-    def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
-        return [output for user, _ in value.uses() if value in moved_inputs(user) for output in user.outputs]
-
-    return any(user.op_type == "QuantizeLinear" for each in reached([value], moved) for user, _ in each.uses())
+    return any(user.op_type == "QuantizeLinear" for user, _ in uses_after(value))

@@ -7,7 +7,7 @@ import onnx_ir
 
 from qtoolkit.errors import present
 from qtoolkit.export.files.graph import Constants, constant_input, constant_of, has_one_scale, maker_of
-from qtoolkit.export.files.kinds import moved_inputs
+from qtoolkit.export.files.kinds import moved_from, moved_inputs, uses_after
 from qtoolkit.integer.onnxruntime import PAIRS_MOVE_PAST
 from qtoolkit.op_kinds.reached import reached
 from qtoolkit.op_kinds.table import OF_ONNX
@@ -37,12 +37,6 @@ def repeat_pairs(model: onnx_ir.Model, ops: Collection[str]) -> None:
 def is_on_codes(value: onnx_ir.Value) -> bool:
     """Return whether a tensor has dequantized values: the output of a DequantizeLinear, directly or after data movement."""
     return all(maker_of(each, "DequantizeLinear") or moved_from(each) for each in reached([value], moved_from))
-
-
-def moved_from(value: onnx_ir.Value) -> list[onnx_ir.Value]:
-    """Return the values that data movement takes to this value; none for the result of another op."""
-    maker = value.producer()
-    return [] if maker is None else [source for source in moved_inputs(maker) if source is not None]
 
 
 def separate(model: onnx_ir.Model, first: onnx_ir.Node, second: onnx_ir.Node) -> None:
@@ -98,12 +92,7 @@ def _constants_of_pair(value: onnx_ir.Value | None) -> tuple[Pair, Hashable] | N
 
 def _is_weight(value: onnx_ir.Value) -> bool:
     """Return whether a layer or a product uses a tensor, directly or after data movement, other than as its first input."""
-
-    def moved(value: onnx_ir.Value) -> list[onnx_ir.Value]:
-        return [output for user, _ in value.uses() if moved_inputs(user) for output in user.outputs]
-
-    uses = (use for each in reached([value], moved) for use in each.uses())
-    return any(index > 0 and _has_weight(user) for user, index in uses)
+    return any(index > 0 and _has_weight(user) for user, index in uses_after(value))
 
 
 def _has_weight(node: onnx_ir.Node) -> bool:
