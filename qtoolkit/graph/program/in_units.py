@@ -22,14 +22,14 @@ from qtoolkit.graph.program.chains import (
 )
 from qtoolkit.graph.program.division import Division
 from qtoolkit.graph.program.epilogue import Rearrangement, epilogue_of, max_pool, max_pool2d
-from qtoolkit.graph.program.units import AddNormUnit, AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit
+from qtoolkit.graph.program.units import AttentionUnit, BatchNormUnit, FunctionUnit, LayerUnit
 from qtoolkit.graph.program.units.function import NONE, OF_FUNCTION, function_of_module, is_norm
 from qtoolkit.graph.program.views import PermutedParts, unbind_permuted
 from qtoolkit.graph.program.writer import Writer, function_of
 from qtoolkit.model_inputs import leaves
 from qtoolkit.nn.output_grid import Function
 from qtoolkit.nn.product import Product
-from qtoolkit.op_kinds.rules import module_of
+from qtoolkit.op_kinds.rules import is_number, module_of
 from qtoolkit.op_kinds.table import OTHER
 from qtoolkit.running import running
 
@@ -64,9 +64,9 @@ class UnitWriter(Writer):
         # the units that are no chains, by their last nodes: the node of the layer or function before the quantizer, if any
         self.units = self._found(self.inner)
         self.inner |= {before for last, before in self.units.items() if before not in (None, last)}
-        # the add whose sum a unit's norm takes, by the unit's last node
-        self.added = {last: add for last in self.units if (add := self._added(last)) is not None}
-        self.inner |= {*self.added.values()}
+        # the add whose sum a unit's norm takes, and what reads numbers of the sum before, by the unit's last node
+        self.added = {last: nodes for last in self.units if (nodes := self._added(last))}
+        self.inner |= {node for nodes in self.added.values() for node in nodes}
         layers = (before for before in self.units.values() if before is not None and is_weighted_call(before))
         joined = (node for chain in self.chains for node in (chain.layer, chain.add) if node is not None)
         self.permuted = self._permuted()
@@ -89,7 +89,7 @@ class UnitWriter(Writer):
         """Return whether a node changes no tensor that others read; ops that are not in the table might."""
         if node in self.inner or is_quantizer(node):
             return True
-        return kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None
+        return is_number(node) or (kind_of(node) is not OTHER and changed_by(node, self.division.gm) is None)
 
     def _found(self, taken: Collection[fx.Node]) -> dict[fx.Node, fx.Node | None]:
         found: dict[fx.Node, fx.Node | None] = {}
@@ -110,15 +110,19 @@ class UnitWriter(Writer):
         joins = is_weighted_call(before) or _function(before) is not None
         return before if joins and self._reads_alone(quantizer, before) else None
 
-    def _added(self, last: fx.Node) -> fx.Node | None:
-        """Return the add whose sum the norm of a unit takes, if the unit may compute it: nothing else reads it before."""
+    def _added(self, last: fx.Node) -> list[fx.Node]:
+        """Return the add whose sum the norm of a unit takes, if the unit may compute it, and what reads sizes of it before."""
         norm = self.units[last]
         add = norm.args[0] if norm is not None and norm.op == "call_module" and is_norm(module_of(norm)) else None
         if not isinstance(add, fx.Node) or add not in self.order or add in self.inner or not addends(add):
-            return None
-        between = self.items[self.order[add] + 1 : self.order[last]]
-        read = any(user in between for user in add.users if user is not norm)
-        return None if read or changes_first(add) or not self._nothing_between(add, last) else add
+            return []
+        if changes_first(add) or not self._nothing_between(add, last):
+            return []
+        found = [add]
+        for node in self.items[self.order[add] + 1 : self.order[last]]:
+            if isinstance(node, fx.Node) and node is not norm and not set(found).isdisjoint(node.all_input_nodes):
+                found.append(node)
+        return found if all(map(is_number, found[1:])) else []
 
     def _permuted(self) -> dict[fx.Node, PermutedParts]:
         """Return the nodes that take a permuted tensor apart, which nothing else reads."""
@@ -187,13 +191,15 @@ class UnitWriter(Writer):
         function = NONE if before is None or module else OF_FUNCTION[before.target]
         arguments = (self.owner, module, target, called, function, codes, self._goes_to_a_layer(node))
         source = node if before is None else before
-        add = self.added.get(node)
-        if add is None:
+        if node not in self.added:
             self._write_unit(FunctionUnit(*arguments).run, [self._value(source.all_input_nodes[0])], source.name, node)
             return
-        unit = AddNormUnit(function_of(add, addends(add)), *arguments)
+        add, *read = self.added[node]
+        unit = FunctionUnit(*arguments, adds=function_of(add, addends(add)))
         result = self._write_unit(unit.run_adding, map(self._value, addends(add)), source.name, node)
         self.written[add] = self._item(result, 2, add.name)
+        for each in read:
+            super()._write_node(each)
 
     def _write_unit(
         self,

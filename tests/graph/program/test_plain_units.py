@@ -354,6 +354,11 @@ class Stream(nn.Module):
             case "norm unused":
                 x = x + y
                 return x + 0 * self.last(self.norm(x)).detach()
+            case "sizes read":  # before the norm, as torch's TransformerEncoderLayer does
+                x = x + y
+                if x.dim() != 2 or x.shape[0] > 8:
+                    raise ValueError
+                return (x + self.last(self.norm(x))).reshape(x.shape[1], -1)
             case "read before":
                 x = x + y
                 z = self.norm(x * 2)
@@ -379,7 +384,7 @@ class Stream(nn.Module):
         raise NotImplementedError
 
 
-OF_SUMS = {"norm first", "RMS norm", "norm alone", "sum returned", "norm unused", "in place", "twice"}
+OF_SUMS = {"norm first", "RMS norm", "norm alone", "sum returned", "norm unused", "in place", "twice", "sizes read"}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)

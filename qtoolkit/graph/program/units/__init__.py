@@ -3,7 +3,7 @@
 from qtoolkit.graph.program.units.attention import AttentionUnit
 from qtoolkit.graph.program.units.base import snapshot_of
 from qtoolkit.graph.program.units.batch_norm import BatchNormUnit
-from qtoolkit.graph.program.units.function import AddNormUnit, FunctionUnit
+from qtoolkit.graph.program.units.function import FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerUnit
 
-__all__ = ["AddNormUnit", "AttentionUnit", "BatchNormUnit", "FunctionUnit", "LayerUnit", "snapshot_of"]
+__all__ = ["AttentionUnit", "BatchNormUnit", "FunctionUnit", "LayerUnit", "snapshot_of"]

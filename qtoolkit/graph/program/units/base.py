@@ -133,7 +133,8 @@ class CachedFusedOp(Generic[P]):
     def by_op(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
         """Return the output of modules with its integers, computed by one op of their inputs; None where it may not be."""
         plan = self.plan_of(run, modules, x, *others)
-        return None if plan is None else self.compute(run, plan, modules, x, *others)
+        results = None if plan is None else self.results_of(run, plan, modules, x, *others)
+        return None if plan is None or results is None else self.output(run, plan, modules[-1], *results)
 
     def plan_of(self, run: Run, modules: tuple[Any, ...], x: Tensor, *others: Any) -> P | None:
         """Return the plan for inputs; None where one op may not compute the unit."""
@@ -145,11 +146,6 @@ class CachedFusedOp(Generic[P]):
                 self.plans.clear()
             self.plans[kind] = self._planned(run, modules, x, *others)
         return self.plans[kind]
-
-    def compute(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
-        """Compute the unit by the op; None if x has no integers."""
-        results = self.results_of(run, plan, modules, x, *others)
-        return None if results is None else self.output(run, plan, modules[-1], *results)
 
     def results_of(self, run: Run, plan: P, modules: tuple[Any, ...], x: Tensor, *others: Any) -> list[Tensor] | None:
         """Return the results of the op, and keep the call; None if x has no integers."""

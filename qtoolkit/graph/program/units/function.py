@@ -16,7 +16,6 @@ from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.output_grid import (
     NO_FUNCTION,
     Function,
-    codes_by_op,
     gives_codes,
     grid_at_each_call,
     grid_of,
@@ -24,7 +23,7 @@ from qtoolkit.nn.output_grid import (
     quantized_by,
     quantized_in_op,
 )
-from qtoolkit.quantizers.codes import TensorCodes
+from qtoolkit.quantizers.codes import TensorCodes, rounded
 from qtoolkit.running import Run
 
 
@@ -78,7 +77,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
 
     The function is the `module` of this name, or the function that is `called` in the graph and computes `function`; or
     there is none. `with_codes` is whether an op takes the result as integers, and `narrow` whether a layer alone takes the
-    result: then autocast would round it to its type, and the op does.
+    result: then autocast would round it to its type, and the op does. `adds` computes the sum that a norm takes, or is None.
     """
 
     KIND = torch.classes.qtoolkit.FunctionUnit
@@ -92,9 +91,11 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         function: Function,
         with_codes: bool,
         narrow: bool = False,
+        adds: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(root, (module, quantizer))
         self.called, self.function, self.with_codes, self.narrow = called, function, with_codes, narrow
+        self.adds = adds
 
     def run(self, run: Run, x: Tensor) -> Result:
         """Return the unit's output, with its integers."""
@@ -105,6 +106,20 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         needed = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
         found = self.by_op(run, modules, x) if needed else None
         return self._one_by_one(run, x, *modules) if found is None else found
+
+    def run_adding(self, run: Run, x: Tensor, residual: Tensor) -> tuple[Tensor, TensorCodes | None, Tensor]:
+        """Return the same of the sum of two tensors, which `adds` computes, and the sum."""
+        assert self.adds is not None
+        if type(x) is type(residual) is Tensor and not run.compiled and torch.is_grad_enabled():
+            self.refresh_if_modules_changed(run)
+            needed = x.requires_grad or residual.requires_grad
+            plan = self.plan_of(run, self.modules, x, residual) if needed else None
+            results = None if plan is None else self.results_of(run, plan, self.modules, x, residual)
+            if plan is not None and results is not None:
+                *of_output, total = results
+                return *self.output(run, plan, self.modules[-1], *of_output), total
+        total = self.adds(x, residual)
+        return *self.run(run, total), total
 
     def _one_by_one(self, run: Run, x: Tensor, module: Any, quantizer: Any) -> Result:
         y = x if self.called is None else self.called(x)
@@ -140,40 +155,21 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         fields["dtype"] = _autocast_type(x) if self.narrow and dtype == torch.float32 else None
         return FunctionPlan(quantizer, output, fields, function[0])
 
-    def compute(self, run: Run, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Result | None:
-        """Compute the unit by the op; a PReLU has another one, which takes the scale."""
+    def results_of(
+        self, run: Run, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any
+    ) -> list[Tensor] | None:
+        """Return the results of the op; a PReLU has another one, which takes the scale and gives no integers."""
         if plan.function != PRELU:
-            return super().compute(run, plan, modules, x, *others)
-        module, quantizer = modules
+            return super().results_of(run, plan, modules, x, *others)
         grid = grid_of(plan.output)
         scale: Any = grid.start  # there is one: of a quantizer
         codes = (grid.qmin, grid.qmax, grid.grad_factor)
-        y = ops.prelu_fake_quant(x, module.weight, scale, grid.zero_point, *codes)
-        return y, codes_by_op(run, y, None, scale, grid.zero_point, quantizer)
+        y = ops.prelu_fake_quant(x, modules[0].weight, scale, grid.zero_point, *codes)
+        zero_point = rounded(grid.zero_point)
+        return [y, y.new_empty(0), scale.detach().abs(), *([] if zero_point is None else [zero_point])]
 
     def _varying(self, run: Run, plan: FunctionPlan, modules: tuple[Any, ...], x: Tensor, *others: Any) -> Varying:
         return plan.with_output(dict(zip(("x", "residual"), (x, *others), strict=False)), {})
-
-
-class AddNormUnit(FunctionUnit):
-    """The same of a norm of the sum of two tensors, which `adds` computes; others take the sum too: a residual stream."""
-
-    def __init__(self, adds: Callable[[Tensor, Tensor], Tensor], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.adds = adds
-
-    def run_adding(self, run: Run, x: Tensor, residual: Tensor) -> tuple[Tensor, TensorCodes | None, Tensor]:
-        """Return the unit's output, with its integers, and the sum."""
-        if type(x) is type(residual) is Tensor and not run.compiled and torch.is_grad_enabled():
-            self.refresh_if_modules_changed(run)
-            needed = x.requires_grad or residual.requires_grad
-            plan = self.plan_of(run, self.modules, x, residual) if needed else None
-            results = None if plan is None else self.results_of(run, plan, self.modules, x, residual)
-            if plan is not None and results is not None:
-                *of_output, total = results
-                return *self.output(run, plan, self.modules[-1], *of_output), total
-        total = self.adds(x, residual)
-        return *self.run(run, total), total
 
 
 def function_of_module(module: nn.Module) -> Function | None:
@@ -197,7 +193,7 @@ def _autocast_type(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _may_be_added(run: Run, t: Any, x: Tensor) -> bool:
+def _may_be_added(run: Run, t: Tensor, x: Tensor) -> bool:
     return is_ordinary(run, t) and t.is_floating_point() and (t.shape, t.device) == (x.shape, x.device)
 
 
