@@ -22,6 +22,7 @@ from torch.utils.module_tracker import ModuleTracker
 import qtoolkit as qt
 from benchmarks.pages.gpu_networks import Block, Bottleneck, InvertedResidual
 from qtoolkit.graph.program.units.base import CachedFusedOp
+from qtoolkit.nn import QuantMultiheadAttention, quantized_attention
 from tests.graph.program.test_unit import SPECS
 from tests.nets import settled
 from tests.ops.cuda_host import guarded, on_host
@@ -54,6 +55,14 @@ NETS = (
         "ViT, as timm writes it",
         lambda: Block(64, 2),
         nn.Identity,  # the places of a ViT are float32, and with them all that is between its blocks
+        lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8)),
+        (64, 64),
+        64 * 64,
+    ),
+    Net(
+        "ViT, by nn.TransformerEncoderLayer",
+        lambda: nn.TransformerEncoderLayer(64, 2, 256, 0.0, "gelu", batch_first=True, norm_first=True),
+        nn.Identity,
         lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8)),
         (64, 64),
         64 * 64,
@@ -118,18 +127,35 @@ def unit_name(names: tuple[str | None, ...]) -> str:
 
 @contextmanager
 def units_noted(calls: list[str]) -> Iterator[None]:
-    """Note the unit that computes by its op, while it does."""
-    computed = CachedFusedOp.results_of
+    """Note the unit that computes by its op, or the attention that computes, while it does."""
 
-    def noted(self: Any, *args: Any) -> Any:
-        calls.append(unit_name(self.names))
-        try:
-            return computed(self, *args)
-        finally:
-            calls.pop()
+    def noting(function: Callable[..., Any], name_of: Callable[[Any], str]) -> Callable[..., Any]:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name_of(self))
+            try:
+                return function(self, *args, **kwargs)
+            finally:
+                calls.pop()
+
+        return noted
+
+    def name_of_unit(unit: Any) -> str:
+        return calls[-1] if isinstance(unit.root(), QuantMultiheadAttention) else unit_name(unit.names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CachedFusedOp, "results_of", noted)
+        patch.setattr(CachedFusedOp, "results_of", noting(CachedFusedOp.results_of, name_of_unit))
+        patch.setattr(
+            QuantMultiheadAttention, "forward", noting(QuantMultiheadAttention.forward, lambda _: "self_attn")
+        )
+        yield
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Compute as on CUDA, by its kernels: there an attention keeps no softmax."""
+    unit = quantized_attention._unit
+    with on_host("forwards"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_attention, "_unit", lambda dtype, _, learned, **n: unit(dtype, False, learned, **n))
         yield
 
 
@@ -165,7 +191,7 @@ def step(net: Net, blocks: int, images: int, quantizes: bool) -> tuple[list[tupl
             return calls[-1] if calls else BETWEEN
         return of_block(max(tracker.parents - identities, key=len))
 
-    with on_host("forwards"), cast(), units_noted(calls):
+    with as_on_cuda(), cast(), units_noted(calls):
         first_steps(model, x)
         with tracked:
             with Labelled(label) as forward:
@@ -225,7 +251,7 @@ def kept(net: Net, blocks: int, images: int, quantizes: bool) -> int:
         held[t.untyped_storage().data_ptr()] = t
         return t
 
-    with on_host("forwards"), cast():
+    with as_on_cuda(), cast():
         first_steps(model, x)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             model(x)
