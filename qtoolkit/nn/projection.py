@@ -74,7 +74,8 @@ class Projection(LayerOp):
     @property
     def updated_channels(self) -> Tensor | None:  # type: ignore[override]
         """The channels whose weights get gradients in training; None for all."""
-        parts = [part for name in self.buffers if (part := self.attention._buffers[name]) is not None]
+        found = [self.attention._buffers[name] for name in self.buffers]
+        parts = [part for part in found if part is not None]  # torch.compile reads no := in a comprehension
         if len(parts) < 2:
             return parts[0] if parts else None
         size = self.channels() // len(parts)
