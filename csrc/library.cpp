@@ -252,9 +252,10 @@ TORCH_LIBRARY(qtoolkit, m) {
       "layer_fake_quant_backward(__torch__.torch.classes.qtoolkit.LayerUnit unit, Tensor grad, bool[] wanted) -> "
       "Tensor[]");
 
-  // Returns fake_quant of a function of x: "none", "relu", "gelu", "gelu_tanh", "silu", "layer_norm" or
-  // "rms_norm"; shape, weight, bias and eps are a norm's. keeps_x: backward computes the function again from x; False
-  // only for "none" with a grid that is not learned. learned, with_codes: as above. dtype: of y, whose values are
+  // Returns fake_quant of a function of x: "none", "heads", "relu", "gelu", "gelu_tanh", "silu", "layer_norm" or
+  // "rms_norm"; shape, weight, bias and eps are a norm's. "heads": x * eps, contiguous, of a view of shape (batch,
+  // heads, places, features). keeps_x: backward computes the function again from x; False only for "none" and "heads"
+  // with a grid that is not learned. learned, with_codes: as above. dtype: of y, whose values are
   // rounded to it; None is x's. Returns y and its integers, then what backward keeps. Differentiable in x, weight,
   // bias, y_start, y_ratio and y_zero_point.
   m.def("function_fake_quant(Tensor x, " QT_FUNCTION ", bool keeps_x, Tensor" QT_QUANTIZED

@@ -3,6 +3,7 @@
 #include "../fake_quant.h"
 #include "../unit/function_rows.h"
 #include "gradients.cuh"
+#include "index_divisor.h"
 #include "kernels.h"
 #include "loops.cuh"
 #include "rows.cuh"
@@ -296,14 +297,16 @@ QT_DEVICE float tanh_of(float x) { return ::tanhf(0.79788456080286535588f * (x +
 // The formulas of torch's own kernels.
 template <RowFunction kFunction>
 struct ElementFunction {
-  QT_DEVICE float value(float x) {
+  __device__ explicit ElementFunction(const FunctionRows& /*args*/) {}
+
+  __device__ float value(float x) const {
     if constexpr (kFunction == RowFunction::none) return x;
     if constexpr (kFunction == RowFunction::silu) return x / (1 + ::expf(-x));
     if constexpr (kFunction == RowFunction::gelu_tanh) return 0.5f * x * (1 + tanh_of(x));
     return x * 0.5f * (1 + ::erff(x * 0.70710678118654752440f));
   }
 
-  QT_DEVICE float derivative(float x) {
+  __device__ float derivative(float x) const {
     if constexpr (kFunction == RowFunction::none) {
       return 1;
     } else if constexpr (kFunction == RowFunction::silu) {
@@ -319,25 +322,56 @@ struct ElementFunction {
   }
 };
 
+template <>
+struct ElementFunction<RowFunction::heads> {
+  float factor;
+  __device__ explicit ElementFunction(const FunctionRows& args) : factor(static_cast<float>(args.eps)) {}
+  __device__ float value(float x) const { return x * factor; }
+  __device__ float derivative(float /*x*/) const { return factor; }
+};
+
 // The value is rounded to the type of x, as torch's op returns it.
-template <class F, class T>
-QT_DEVICE void values_of(const float (&x)[kVectorSize], float (&z)[kVectorSize]) {
+template <class T, class F>
+QT_DEVICE void values_of(const F& function, const float (&x)[kVectorSize], float (&z)[kVectorSize]) {
 #pragma unroll
-  for (int k = 0; k < kVectorSize; ++k) z[k] = to_arithmetic<float>(from_arithmetic<T>(F::value(x[k])));
+  for (int k = 0; k < kVectorSize; ++k) z[k] = to_arithmetic<float>(from_arithmetic<T>(function.value(x[k])));
+}
+
+// Takes the vectors of contiguous heads to those of a view of them.
+struct HeadVectors {
+  IndexDivisor features, places, heads;
+
+  explicit HeadVectors(const FunctionRows& args)
+      : features(args.features / kVectorSize), places(args.places), heads(args.heads) {}
+
+  __device__ Contiguous in_view(const HeadStrides& strides, const Contiguous& at) const {
+    const auto vector = static_cast<uint32_t>(at.first / kVectorSize);
+    const uint32_t row = vector / features, head = row / places, batch = head / heads;
+    const int64_t first = batch * strides.batch + head % heads * strides.head + row % places * strides.place;
+    return whole_at(first + int64_t{kVectorSize} * (vector % features));
+  }
+};
+
+template <RowFunction kFunction>
+QT_DEVICE Contiguous in_view(const HeadVectors& vectors, const HeadStrides& strides, const Contiguous& at) {
+  if constexpr (kFunction == RowFunction::heads) return vectors.in_view(strides, at);
+  return at;
 }
 
 template <RowFunction kFunction>
-__global__ void __launch_bounds__(kThreads, 3) function_kernel(const __grid_constant__ FunctionRows args) {
+__global__ void __launch_bounds__(kThreads, 3)
+    function_kernel(const __grid_constant__ FunctionRows args, const __grid_constant__ HeadVectors vectors) {
   using F = IntegerFunctor<float, float>;
   const auto functor = functor_of<F>(args);
   const RowsGrid grid(args);
+  const ElementFunction<kFunction> function(args);
   with_type<float, Kind::values>(args.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     for_vectors(args.length, [&](const Contiguous& at) {
       float v[kVectorSize], codes[kVectorSize];
       unsigned inside = 0;
-      load_dense(static_cast<const T*>(args.x), at, v);
-      values_of<ElementFunction<kFunction>, T>(v, v);
+      load_dense(static_cast<const T*>(args.x), in_view<kFunction>(vectors, args.x_strides, at), v);
+      values_of<T>(function, v, v);
       with_divisor(grid.scale, v, [&](auto scale) {
 #pragma unroll
         for (int k = 0; k < kVectorSize; ++k) {
@@ -357,9 +391,10 @@ __global__ void __launch_bounds__(kThreads, 3) function_kernel(const __grid_cons
 
 template <RowFunction kFunction>
 __global__ void __launch_bounds__(kThreads, kFunction == RowFunction::gelu_tanh ? 2 : 3)
-    function_backward_kernel(const __grid_constant__ FunctionRows args, double* parts) {
+    function_backward_kernel(const __grid_constant__ FunctionRows args, const __grid_constant__ HeadVectors vectors,
+                             double* parts) {
   using F = LearnedGradient<float, float>;
-  using Function = ElementFunction<kFunction>;
+  const ElementFunction<kFunction> function(args);
   const auto functor = functor_of<F>(args);
   const RowsGrid grid(args);
   Pair total = {0, 0};
@@ -367,7 +402,7 @@ __global__ void __launch_bounds__(kThreads, kFunction == RowFunction::gelu_tanh 
     using T = std::remove_pointer_t<decltype(type)>;
     for_vectors(args.length, [&](const Contiguous& at) {
       float x[kVectorSize], grad[kVectorSize];
-      load_dense(static_cast<const T*>(args.x), at, x);
+      load_dense(static_cast<const T*>(args.x), in_view<kFunction>(vectors, args.x_strides, at), x);
       load_dense(static_cast<const T*>(args.grad), at, grad);
       if (args.mask != nullptr) {
         const unsigned inside = args.mask[at.first / kVectorSize];
@@ -375,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, kFunction == RowFunction::gelu_tanh 
         for (int k = 0; k < kVectorSize; ++k) grad[k] = inside >> k & 1u ? grad[k] : 0.0f;
       } else {
         float z[kVectorSize], of_scale = 0, of_zero_point = 0;
-        values_of<Function, T>(x, z);
+        values_of<T>(function, x, z);
         with_divisor(grid.scale, z, [&](auto scale) {
 #pragma unroll
           for (int k = 0; k < kVectorSize; ++k) {  // an element that there is not has no gradient
@@ -389,8 +424,8 @@ __global__ void __launch_bounds__(kThreads, kFunction == RowFunction::gelu_tanh 
         total.second += of_zero_point;
       }
 #pragma unroll
-      for (int k = 0; k < kVectorSize; ++k) grad[k] *= Function::derivative(x[k]);
-      store_dense(static_cast<T*>(args.dx), at, true, grad);
+      for (int k = 0; k < kVectorSize; ++k) grad[k] *= function.derivative(x[k]);
+      store_dense(static_cast<T*>(args.dx), in_view<kFunction>(vectors, args.dx_strides, at), true, grad);
     });
   });
   const Pair pair = sum_of_block(total);
@@ -453,13 +488,14 @@ template <RowFunction kFunction>
 void elements(const FunctionRows& args, const UnitGradients& unit, const AllGradients& before, double* parts,
               cudaStream_t stream) {
   const int64_t blocks = function_blocks(args);
+  const HeadVectors vectors(args);
   if (!args.is_backward()) {
     const auto kernel = function_kernel<kFunction>;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, vectors);
     return;
   }
   const auto kernel = function_backward_kernel<kFunction>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, parts);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, vectors, parts);
   if (args.sums == nullptr) return;
   function_join_kernel<<<1, kThreads, 0, stream>>>(args, unit, before, parts, blocks);
 }
@@ -476,6 +512,7 @@ void function_rows(const FunctionRows& args, const UnitGradients& unit, const Al
   switch (args.function) {
     case RowFunction::norm: return norm_rows(args, unit, before, workspace, stream);
     case RowFunction::none: return elements<RowFunction::none>(args, unit, before, workspace, stream);
+    case RowFunction::heads: return elements<RowFunction::heads>(args, unit, before, workspace, stream);
     case RowFunction::gelu: return elements<RowFunction::gelu>(args, unit, before, workspace, stream);
     case RowFunction::gelu_tanh: return elements<RowFunction::gelu_tanh>(args, unit, before, workspace, stream);
     case RowFunction::silu: return elements<RowFunction::silu>(args, unit, before, workspace, stream);

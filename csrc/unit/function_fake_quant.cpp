@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/pow.h>
@@ -49,12 +50,13 @@ void read_output(Reader& reader, Output& o, bool in_range) {
 }
 
 void check_function(const char* op, const Function& f) {
-  for (const char* known : {"none", "relu", "gelu", "gelu_tanh", "silu", "layer_norm", "rms_norm"}) {
+  for (const char* known : {"none", "heads", "relu", "gelu", "gelu_tanh", "silu", "layer_norm", "rms_norm"}) {
     if (f.name == known) return;
   }
-  TORCH_CHECK_VALUE(false, op,
-                    ": function must be 'none', 'relu', 'gelu', 'gelu_tanh', 'silu', 'layer_norm' or 'rms_norm', got '",
-                    f.name, "'.");
+  TORCH_CHECK_VALUE(
+      false, op,
+      ": function must be 'none', 'heads', 'relu', 'gelu', 'gelu_tanh', 'silu', 'layer_norm' or 'rms_norm', got '",
+      f.name, "'.");
 }
 
 void check_norm(const char* op, const Function& f) {
@@ -133,6 +135,7 @@ Value value_of(const Function& f, const Tensor& x) {
   if (f.is_norm()) return rms_norm(f, x);
   if (f.name == "relu") return {at::relu(x), {}, {}};
   if (f.name == "silu") return {at::silu(x), {}, {}};
+  if (f.is_heads()) return {f.eps == 1 ? x.contiguous() : at::mul(x.contiguous(), f.eps), {}, {}};
   return {f.is_none() ? x : at::gelu(x, f.approximate()), {}, {}};
 }
 
@@ -141,6 +144,7 @@ Value value_of(const Function& f, const Tensor& x) {
 optional<RowFunction> row_function(const Function& f) {
   if (f.is_norm()) return RowFunction::norm;
   if (f.is_none()) return RowFunction::none;
+  if (f.is_heads()) return RowFunction::heads;
   if (f.name == "silu") return RowFunction::silu;
   if (f.name == "gelu") return RowFunction::gelu;
   return f.name == "gelu_tanh" ? optional(RowFunction::gelu_tanh) : std::nullopt;
@@ -163,11 +167,20 @@ bool has_norm_kernel(const Function& f, const Tensor& x) {
   return length % 8 == 0 && length <= kLongestNormRow && fits(f.weight) && fits(f.bias);
 }
 
+bool has_heads_kernel(const Tensor& x) {
+  constexpr int64_t kMost = int64_t{8} << 30;  // vectors are numbered in 32 bits
+  if (x.scalar_type() == at::kDouble || x.dim() != 4 || x.size(3) % 8 != 0 || x.stride(3) != 1) return false;
+  const auto in_vectors = [&](int64_t dim) { return x.stride(dim) % 8 == 0; };
+  const bool is_aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  return in_vectors(0) && in_vectors(1) && in_vectors(2) && is_aligned && x.numel() < kMost;
+}
+
 // What torch's ops or the kernel save is the same to either of them.
 bool has_kernel(const Function& f, const Tensor& x) {
   const auto function = row_function(f);
   if (!function.has_value() || x.is_meta() || on(x.device()).function_rows == nullptr || x.numel() == 0) return false;
   if (*function == RowFunction::norm) return has_norm_kernel(f, x);
+  if (*function == RowFunction::heads) return has_heads_kernel(x);
   return x.scalar_type() != at::kDouble && x.is_non_overlapping_and_dense();
 }
 
@@ -186,8 +199,14 @@ FunctionRows rows_of(const Function& f, const Tensor& x, const Output& output, c
   args.x = x.const_data_ptr();
   args.dtype = dtype_of(x);
   args.bounds = representable(output.qmin, output.qmax, x);
-  if (!f.is_norm()) return args;
   args.eps = f.eps;
+  if (f.is_heads()) {
+    args.heads = x.size(1);
+    args.places = x.size(2);
+    args.features = x.size(3);
+    args.x_strides = {x.stride(0), x.stride(1), x.stride(2)};
+  }
+  if (!f.is_norm()) return args;
   args.weight = floats(f.weight);
   args.bias = floats(f.bias);
   if (f.is_layer_norm()) args.mean = v.mean.mutable_data_ptr<float>();
@@ -216,7 +235,8 @@ QuantizedTensor by_kernel(const char* op, const Function& f, const Tensor& x, Ad
     value.rstd = at::empty(sizes, x.options());
     if (f.is_layer_norm()) value.mean = at::empty_like(value.rstd);
   }
-  QuantizedTensor q = {at::empty_like(x, dtype), {}, empty_mask(x, !output.learned)};
+  const optional<at::MemoryFormat> format = f.is_heads() ? optional(at::MemoryFormat::Contiguous) : std::nullopt;
+  QuantizedTensor q = {at::empty_like(x, x.options().dtype(dtype), format), {}, empty_mask(x, !output.learned)};
   FunctionRows args = rows_of(f, x, output, value);
   if (scales.unmade.has_value()) args.made = scales.unmade->output;
   if (added.residual.defined()) {
@@ -258,7 +278,7 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   check_float(kOp, "x", x);
   check_function(kOp, function);
   TORCH_CHECK_VALUE(output.trained.start.has_value(), kOp, ": y_start must be given, got None.");
-  TORCH_CHECK_VALUE(keeps_x || (function.is_none() && !output.learned), kOp,
+  TORCH_CHECK_VALUE(keeps_x || (function.is_linear() && !output.learned), kOp,
                     ": keeps_x must be True where backward computes the function again or the grid is learned.");
   if constexpr (kAdds) {
     check_float(kOp, "residual", added.residual);
@@ -273,7 +293,8 @@ void function_fake_quant(const c10::OperatorHandle& op, Stack* stack) {
   QuantizedTensor q;
   // Packed codes are in the order of rows, and elements are rounded to the type of x.
   const bool packs = output.with_codes && fit_4_bits(output.qmin, output.qmax);
-  const bool fits = function.is_norm() || (type == x.scalar_type() && (!packs || x.is_contiguous()));
+  const bool fits =
+      function.is_norm() || (type == x.scalar_type() && (!packs || function.is_heads() || x.is_contiguous()));
   const bool in_one = fits && has_kernel(function, x) && (!kAdds || added.has_kernel(x));
   const Made made = in_one && output.trained.start->scalar_type() == at::kFloat ? Made::later : Made::now;
   const Scales scales = make_scales({kOp, nullptr, nullptr, nullptr, &output.trained}, {}, {}, made);
@@ -313,6 +334,8 @@ void through(const Function& f, const Tensor& grad, const optional<Tensor>& othe
     gradients[kX] = at::threshold_backward(grad, x, 0);
   } else if (f.name == "silu") {
     gradients[kX] = at::silu_backward(grad, x);
+  } else if (f.is_heads()) {
+    gradients[kX] = f.eps == 1 ? grad : at::mul(grad, f.eps);
   } else {
     gradients[kX] = f.is_none() ? grad : at::gelu_backward(grad, x, f.approximate());
   }
@@ -344,12 +367,18 @@ QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, con
   if (f.is_norm()) check_saved(saved.rstd);
   const at::ScalarType type = f.is_norm() ? grad.scalar_type() : x.scalar_type();
   Tensor of_y = as_type(grad, type);
-  if (of_y.strides() != x.strides()) of_y = at::empty_like(x, type).copy_(grad);
+  if (f.is_heads()) {
+    of_y = of_y.contiguous();
+  } else if (of_y.strides() != x.strides()) {
+    of_y = at::empty_like(x, type).copy_(grad);
+  }
   const Tensor sums = at::empty({2}, x.options().dtype(at::kDouble));
   FunctionRows args = rows_of(f, x, output, saved);
   args.grad = of_y.const_data_ptr();
   args.grad_dtype = dtype_of(of_y);
-  args.dx = (gradients[kX] = at::empty_like(x)).mutable_data_ptr();
+  const Tensor& dx = gradients[kX] = at::empty_like(x);  // heads: in the order of the view
+  args.dx = dx.mutable_data_ptr();
+  if (f.is_heads()) args.dx_strides = {dx.stride(0), dx.stride(1), dx.stride(2)};
   if (sum.grad.has_value()) {
     later.kept.push_back(as_type(*sum.grad, at::kFloat).contiguous());
     args.grad_sum = later.kept.back().const_data_ptr<float>();
@@ -422,7 +451,7 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   const UnitParts parts = {name, nullptr, nullptr, nullptr, &output.trained};
   check_parts(parts, 0);
   check_function(parts.op, function);
-  TORCH_CHECK_VALUE(x.has_value() || function.is_none(), parts.op, ": x must be given for a function, got None.");
+  TORCH_CHECK_VALUE(x.has_value() || function.is_linear(), parts.op, ": x must be given for a function, got None.");
   if constexpr (kAdds) check_norm(parts.op, function);
   if (sum.grad.has_value()) check_same_shape(parts.op, "grad_sum", *sum.grad, *x);
   output.learned = x.has_value() && mask.sym_numel() == 0;
@@ -464,7 +493,7 @@ UnitOutput call_op(const c10::intrusive_ptr<FunctionUnit>& unit) {
   push(unit->x);
   if (adds) push(*unit->residual);
   push(f.name, c10::SymIntArrayRef(f.shape), f.weight, f.bias, f.eps);
-  if (!adds) push(/*keeps_x=*/q.learned || !f.is_none());
+  if (!adds) push(/*keeps_x=*/q.learned || !f.is_linear());
   push(q.trained.start, q.trained.ratio, q.trained.rate, q.zero_point);
   if (adds) {
     push(std::vector<int64_t>{q.qmin, q.qmax});

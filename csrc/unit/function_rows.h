@@ -5,13 +5,21 @@
 
 namespace qtoolkit {
 
-enum class RowFunction : int8_t { norm, none, gelu, gelu_tanh, silu };
+enum class RowFunction : int8_t { norm, none, heads, gelu, gelu_tanh, silu };
+
+// Where a tensor of shape (batch, heads, places, features) has its elements. Features are a multiple of 8, and
+// consecutive; the strides are multiples of 8.
+struct HeadStrides {
+  int64_t batch = 0, head = 0, place = 0;
+};
 
 // All tensors are dense and in one order of memory. Those of a direction that a call does not compute are null.
 struct FunctionRows {
   RowFunction function = RowFunction::norm;
   int64_t rows = 1, length = 0;  // of a norm, a multiple of 8; other functions have one row
-  double eps = 0;
+  double eps = 0;                // of a norm; of heads the factor
+  int64_t heads = 1, places = 1, features = 8;
+  HeadStrides x_strides, dx_strides;
   const void* x = nullptr;         // of a sum in backward, the sum
   Dtype dtype = Dtype::f32;        // of x and dx; that of a norm is float32
   const void* residual = nullptr;  // what a norm adds to x first, or null

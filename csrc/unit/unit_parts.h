@@ -67,6 +67,8 @@ struct Function {
   double eps;
 
   bool is_none() const { return name == "none"; }
+  bool is_heads() const { return name == "heads"; }           // the copy of a view in contiguous memory, times eps
+  bool is_linear() const { return is_none() || is_heads(); }  // backward needs no x but for a learned grid
   bool is_layer_norm() const { return name == "layer_norm"; }
   bool is_norm() const { return is_layer_norm() || name == "rms_norm"; }
   std::string_view approximate() const { return name == "gelu_tanh" ? "tanh" : "none"; }

@@ -59,6 +59,10 @@ class Parts:
         """Return x quantized by the quantizer of this name, or x itself without one, and its integers, if it has some."""
         return quantized_for(run, self.attention.training_arithmetic, getattr(self.attention, name), x)
 
+    def of_heads(self, run: Run, name: str, x: Tensor, factor: float) -> tuple[Tensor, TensorCodes | None]:
+        """Return a view of heads times a factor, contiguous, quantized by the quantizer of this name."""
+        return self.quantized(run, name, heads(x, factor))
+
     def projected(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:
         """Return a projection of x, which has these integers."""
         return projection(run, x, input_codes)
@@ -178,11 +182,11 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
             attn_mask, added = torch.ones(target, source, dtype=torch.bool, device=q.device).triu(1), 0
         mask = self._merge_masks(attn_mask, key_padding_mask, q.dtype, batch, added)
         of_heads = (
-            ("query_quantizer", self._heads(q, along) * math.sqrt(1.0 / self.head_dim)),
-            ("key_quantizer", self._heads(k, along)),
-            ("value_quantizer", self._heads(v, along)),
+            ("query_quantizer", self._heads(q, along), math.sqrt(1.0 / self.head_dim)),
+            ("key_quantizer", self._heads(k, along), 1.0),
+            ("value_quantizer", self._heads(v, along), 1.0),
         )
-        operands, codes = zip(*(parts.quantized(run, *each) for each in of_heads), strict=True)
+        operands, codes = zip(*(parts.of_heads(run, *each) for each in of_heads), strict=True)
         y, weights = self._attend(run, operands, codes, mask, in_one_op=not need_weights)
         weights = weights if need_weights else None
         y, codes_of_y = parts.quantized(run, "out_proj_input_quantizer", self._joined(y, along))
@@ -315,12 +319,9 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
         return F.pad(sum(masks[1:], masks[0]), (0, added)) if masks else None
 
     def _heads(self, x: Tensor, along: int) -> Tensor:
-        """(length, batch, features), or the batch first -> (batch, heads, length, features of a head).
-
-        Contiguous, as the gradient of a product is: the backward of a quantizer is slow where memory orders differ.
-        """
+        """(length, batch, features), or the batch first -> a view (batch, heads, length, features of a head)."""
         parts = x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
-        return (parts.transpose(1, 2) if along else parts.permute(1, 2, 0, 3)).contiguous()
+        return parts.transpose(1, 2) if along else parts.permute(1, 2, 0, 3)
 
     def _split_heads(self, x: Tensor, batch: int) -> Tensor:
         """(batch * heads, ...) -> (batch, heads, ...)."""
@@ -329,6 +330,14 @@ class QuantMultiheadAttention(QuantModule, nn.MultiheadAttention, TakesCodes, At
     def _joined(self, y: Tensor, along: int) -> Tensor:
         """(batch, heads, length, features of a head) -> (length, batch, features), or the batch first."""
         return (y.transpose(1, 2) if along else y.permute(2, 0, 1, 3)).flatten(2)
+
+
+def heads(x: Tensor, factor: float) -> Tensor:
+    """Return a view of heads times a factor, contiguous.
+
+    As the gradient of a product is: the backward of a quantizer is slow where memory orders differ.
+    """
+    return x.contiguous() if factor == 1.0 else x.contiguous() * factor
 
 
 def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,16 +1,17 @@
 """An attention, whose quantizers and projections are units."""
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from qtoolkit.graph.program.epilogue import called_with
 from qtoolkit.graph.program.units.base import Fields, Result, Varying, grid_of_weight, kind_of_inputs
-from qtoolkit.graph.program.units.function import NONE, FunctionUnit
+from qtoolkit.graph.program.units.function import HEADS, NONE, FunctionUnit
 from qtoolkit.graph.program.units.layer import LayerPlan, LayerUnit
 from qtoolkit.nn import QuantMultiheadAttention
-from qtoolkit.nn.attention import InputCodes, Parts
+from qtoolkit.nn.attention import InputCodes, Parts, heads
 from qtoolkit.nn.projection import Projection
 from qtoolkit.quantizers.codes import TensorCodes
 from qtoolkit.running import Run
@@ -48,6 +49,15 @@ class PartUnits(Parts):
             return x, None
         if name not in self.functions:
             self.functions[name] = FunctionUnit(self.attention, None, name, None, NONE, True)
+        return self.functions[name].run(run, x)
+
+    def of_heads(self, run: Run, name: str, x: Tensor, factor: float) -> tuple[Tensor, TensorCodes | None]:
+        """Return a view of heads times a factor, contiguous, quantized by the quantizer of this name."""
+        if self.attention._modules.get(name) is None:
+            return heads(x, factor), None
+        if name not in self.functions:
+            called, function = partial(heads, factor=factor), (HEADS, (), None, None, factor)
+            self.functions[name] = FunctionUnit(self.attention, None, name, called, function, True)
         return self.functions[name].run(run, x)
 
     def projected(self, run: Run, projection: Projection, x: Tensor, input_codes: TensorCodes | None) -> Tensor:

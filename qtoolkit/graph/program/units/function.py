@@ -49,7 +49,7 @@ def _rms_norm(module: nn.RMSNorm) -> Function | None:
 OF_OP = ("function", "shape", "weight", "bias", "eps")
 """The fields of a `Function`."""
 
-NONE, PRELU = NO_FUNCTION, "prelu"
+NONE, PRELU, HEADS = NO_FUNCTION, "prelu", "heads"
 COMPILED = ("gelu", "gelu_tanh", "silu", PRELU)
 """Functions that a compiled forward computes before the op: the compiler's gradients are faster than torch's."""
 
