@@ -53,6 +53,18 @@ class Branch(nn.Module):
         return x + self.last(self.norm(x))
 
 
+class Attends(nn.Module):
+    """An attention, whose quantizers take heads that are views of its projection's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(8, 32), nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(2).transpose(1, 2))
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
 def function(*layers: nn.Module) -> nn.Sequential:
     """Functions between two layers: a unit of their own."""
     return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 8))
@@ -74,6 +86,7 @@ UNITS = {  # its op, and a model with it
     "layer norm": ("function_fake_quant", function(nn.LayerNorm(8))),
     "RMS norm": ("function_fake_quant", function(nn.RMSNorm(8))),
     "layer norm of a residual stream": ("add_norm_fake_quant", Branch()),
+    "attention": ("function_fake_quant", Attends()),
     "PReLU": ("prelu_fake_quant", function(nn.PReLU(1))),
 }
 
@@ -86,7 +99,8 @@ def prepared(layers: nn.Module, specs: str, frozen: bool) -> nn.Module:
     """A model once all modes have settled."""
     weight, activation = SPECS[specs]
     mapping = qt.QConfigMapping().set_global(qt.QConfig(activation, weight))
-    model = qt.prepare(layers.train(), (image(),), backend="academic", qconfig_mapping=mapping)
+    backend = "tensorrt10" if isinstance(layers, Attends) else "academic"  # which computes attentions in float
+    model = qt.prepare(layers.train(), (image(),), backend=backend, qconfig_mapping=mapping)
     qt.calibrate(model, [image()], progress=False)
     model = settled(model).train()
     if frozen:
@@ -123,6 +137,10 @@ def test_a_unit_launches_at_most_so_many_kernels(kind: str, specs: str) -> None:
     op_by_op = kind == "transposed" or specs == "affine weights"
     most = (MOST_FROZEN, MOST_FROZEN_OP_BY_OP) if frozen else (MOST[op], MOST_OP_BY_OP)
     assert found[op] + found[f"{op}_backward"] <= most[op_by_op], found
+
+
+def test_the_quantizer_of_a_query_multiplies_by_its_factor() -> None:
+    assert "mul" not in launches_of_step(Attends(), "fixed", frozen=False)
 
 
 def gradients_of_step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
