@@ -34,6 +34,7 @@ from qtoolkit.integer.kernels import Kernel
 from qtoolkit.model_state import keep_trained
 from qtoolkit.nn import QuantWeighted
 from qtoolkit.nn.batch_norm import is_batch_norm
+from qtoolkit.nn.layer_call import COPIED_LATER
 from qtoolkit.nn.module import reset_after_loading
 from qtoolkit.nn.on_codes import DEFAULT, PLAIN, TrainingArithmetic, TrainsOnCodes
 from qtoolkit.nn.product import Product
@@ -325,7 +326,12 @@ class QuantizedGraphModule(fx.GraphModule, TrainsOnCodes):
         return [(node, readers_of(node)[0]) for node in linked]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "QuantizedGraphModule":
+        sources: list[Callable[[], None]] = []
+        memo[COPIED_LATER] = sources
         result = super().__deepcopy__(memo)
+        while sources:
+            sources.pop()()
+        memo.pop(COPIED_LATER, None)  # a model in it may have taken it
         if not isinstance(result, QuantizedGraphModule):
             raise TypeError(f"copying gave {with_article(type(result))}.")
         _take_over(result, _bare({name: copy.deepcopy(vars(self)[name], memo) for name in HELD}))

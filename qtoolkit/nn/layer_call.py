@@ -1,6 +1,8 @@
 """The calls of a layer in a graph: the grid of the input, the grid of the bias, and the integer kernel of each."""
 
+import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
     from qtoolkit.nn.weighted import QuantWeighted
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+COPIED_LATER = 0
+"""The key of functions in the memo of a deep copy of a model, which no object has for an id. They make copies of sources refer
+to copies of modules. Made at once, each copy of a layer would begin with the modules before it: a chain of them as long as the
+model, which is longer than Python's recursion limit."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,19 @@ class Source:
         if quantizer is None or is_watched(quantizer) or any(map(_may_change_values, self.between)):
             return None
         return quantizer
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Source":
+        twin, later = Source(self.holder, self.name, self.between), memo.get(COPIED_LATER)
+        if isinstance(later, list):
+            later.append(partial(twin._copy, memo))
+        else:
+            twin._copy(memo)
+        return twin
+
+    def _copy(self, memo: dict[int, object]) -> None:
+        """Refer to copies of the modules."""
+        for name in ("holder", "between"):
+            object.__setattr__(self, name, copy.deepcopy(getattr(self, name), memo))
 
     def modules(self) -> list[nn.Module]:
         """Return the modules on which the source depends."""

@@ -72,8 +72,17 @@ def test_the_file_divides_by_the_models_divisor(name: str, exporter: str, tmp_pa
         nn.AvgPool2d(3, 3, 1, ceil_mode=True, count_include_pad=False),
         nn.MaxPool2d(2, 2, 1, ceil_mode=True),
         lambda x: F.max_pool2d(x, 2, 2, 1, 1, True),
+        nn.AvgPool2d(64, ceil_mode=True),
+        lambda x: F.max_pool2d(x, (64, 3), stride=(), ceil_mode=True),
     ],
-    ids=["average", "average of what is there", "maximum", "function"],
+    ids=[
+        "average",
+        "average of what is there",
+        "maximum",
+        "function",
+        "larger than the image",
+        "larger in one dimension",
+    ],
 )
 @pytest.mark.parametrize(
     "options", [{}, {"exporter": "torchscript"}, {"exporter": "torchscript", "dynamic_batch": True}], ids=str

@@ -1,5 +1,6 @@
 """What prepare, the report and convert do grows with the graph, and no faster: calls of functions are counted, not seconds."""
 
+import copy
 import cProfile
 import pstats
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import qtoolkit as qt
 from qtoolkit.graph.lint import lint
+from qtoolkit.nn import QuantWeighted
 
 X = torch.rand(2, 4, 8)
 
@@ -83,3 +85,26 @@ def test_the_calls_of_all_steps_grow_with_a_deep_graph(step: str, depth: int) ->
     steps(2)  # it may import
     least, once, twice = (calls_of(lambda depth=depth: steps(depth)) for depth in (2, depth // 2, depth))
     assert (twice - least) / (once - least) == pytest.approx(2, rel=0.1)
+
+
+class Backwards(nn.Module):
+    """Blocks that run from the last to the first: each layer refers to the blocks on the way to it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU()) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "in another model"])
+def test_copies_of_a_deep_model_stay_below_the_recursion_limit(outer: bool) -> None:
+    model = qt.prepare(Backwards(100).eval(), (torch.ones(1, 2, 2, 2),), backend="onnxruntime")
+    twin = copy.deepcopy(nn.Sequential(model, nn.Sequential(model)))[0] if outer else copy.deepcopy(model)
+    own = set(twin.modules())
+    sources = [m.layer_calls[0].source for m in twin.modules() if isinstance(m, QuantWeighted)]
+    assert len(sources) == 100
+    assert all(source is not None and own.issuperset(source.modules()) for source in sources)

@@ -28,6 +28,9 @@ WINDOWED: Mapping[Function, tuple[int, int]] = {
     F.max_pool1d: (1, 5), F.max_pool2d: (2, 5), F.max_pool3d: (3, 5),
 }  # fmt: skip
 
+WINDOW = ("input", "kernel_size", "stride", "padding", "dilation")
+"""The first arguments of a pool with windows; an average pool has no dilation."""
+
 USUAL_THRESHOLD = 20  # of a softplus, beyond which it is its input: the difference is below the steps of float32
 
 
@@ -180,11 +183,36 @@ class OpsWritten(TorchFunctionMode):
         dimensions, position = WINDOWED[pool]
         given = (*args[:position], False, *args[position + 1 :]) if len(args) > position else args
         more = named if len(args) > position else {**named, "ceil_mode": False}
-        with torch.no_grad():
-            sizes, without = (y.shape[-dimensions:] for y in (pool(*args, **named), pool(*given, **more)))
+        of_window = {**dict(zip(WINDOW, args[:position], strict=False)), **named}
+        sizes = of_window["input"].shape[-dimensions:]
         # A traced size is a tensor.
         known = all(isinstance(size, int) or (self.constant_sizes and isinstance(size, Tensor)) for size in sizes)
-        return (given, more) if known and sizes == without else (args, named)
+        return (given, more) if known and not _needs_ceil_mode([*map(int, sizes)], **of_window) else (args, named)
+
+
+def _needs_ceil_mode(
+    sizes: Sequence[int],
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    **_: object,
+) -> bool:
+    """Return whether a pool with `ceil_mode` has more windows. Source: aten/src/ATen/native/Pool.h, pooling_output_shape."""
+    count = len(sizes)
+    steps = stride or kernel_size  # an empty stride too is the kernel's size
+    windows = (_each(value, count) for value in (kernel_size, steps, padding, dilation))
+    for length, kernel, step, pad, apart in zip(sizes, *windows, strict=True):
+        rest = length + 2 * pad - apart * (kernel - 1) - 1
+        more = -(-rest // step)
+        if rest // step != (more - 1 if more * step >= length + pad else more):
+            return True
+    return False
+
+
+def _each(value: Size, count: int) -> Sequence[int]:
+    values = value if isinstance(value, tuple | list) else (value,)
+    return values if len(values) == count else values * count
 
 
 def _nearest(old: int, new: int, factor: float | None) -> tuple[Array, Array]:
