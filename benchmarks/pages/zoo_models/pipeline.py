@@ -163,15 +163,17 @@ class _Steps:
                 self.outcome.skip = tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", leaf) for leaf in self.leaves))
 
     def exports(self, part: Part) -> bool:
-        """Return whether torch.export captures a part, and its graph can be traced; in eval mode, if in no other.
+        """Return whether torch.export captures a part, and its graph can be traced and trained; in eval mode, if in no other.
 
-        No graph follows a part that draws random numbers in training mode to choose its ops.
+        No graph follows a part that draws random numbers in training mode to choose its ops or its sizes.
         """
         self.leaves, self.outcome.skip = (), ()
         for training in dict.fromkeys((self.recipe.training, False)):
             with suppress(qt.UntraceableError):
                 model = copy.deepcopy(part.module).train(training)
-                qt.prepare(model, _example(part), capture="export", backend=self.backend)
+                prepared = qt.prepare(model, _example(part), capture="export", backend=self.backend)
+                if not _trains(prepared, part):
+                    continue
                 self.recipe, self.outcome.captured = replace(self.recipe, training=training), True
                 return True
         return False
@@ -402,6 +404,15 @@ def _difference_off(part: Part, prepared: Any) -> float:
     if not pairs or not all(bool(torch.isfinite(b).all()) for _, b in pairs):
         raise ValueError("the float model's outputs are not finite, or their shapes differ from the prepared model's.")
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs if a.numel())
+
+
+def _trains(prepared: nn.Module, part: Part) -> bool:
+    try:
+        with torch.no_grad():
+            _call(prepared.train(), part)
+    except RuntimeError:  # of sizes that the mode changes
+        return False
+    return True
 
 
 def _train(prepared: nn.Module, part: Part, clip: float | None) -> None:
