@@ -202,7 +202,7 @@ def test_what_runs_is_asked_of_torch_in_one_file_and_passed_down() -> None:
 # ---- how large it is
 
 
-MOST_LINES, MOST_ANYS = 32_327, 540  # what it has come to; a change lowers them, or says why not
+MOST_LINES, MOST_ANYS = 32_368, 540  # what it has come to; a change lowers them, or says why not
 
 
 def code_lines(path: Path) -> int:
