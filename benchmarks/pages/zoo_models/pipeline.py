@@ -408,7 +408,7 @@ def _difference_off(part: Part, prepared: Any) -> float:
 
 def _trains(prepared: nn.Module, part: Part) -> bool:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), qt.disable_quantization(prepared):  # it is not calibrated yet
             _call(prepared.train(), part)
     except RuntimeError:  # of sizes that the mode changes
         return False
