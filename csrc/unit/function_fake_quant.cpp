@@ -347,19 +347,18 @@ struct GradientOfSum {
   optional<at::ScalarType> narrow;
 };
 
-QuantizedGradients backward_by_kernel(const Function& f, const Tensor& grad, const GradientOfSum& sum,
+QuantizedGradients backward_by_kernel(const char* op, const Function& f, const Tensor& grad, const GradientOfSum& sum,
                                       at::IntArrayRef order, const Tensor& x, const Output& output,
                                       const Tensor& y_scale, const Tensor& mask, const Value& saved,
                                       const WantedOfFunction& wanted, GradientsOfFunction& gradients,
                                       LaterGradients& later) {
-  constexpr const char* kOp = "function_fake_quant_backward";
   const bool learned = mask.numel() == 0;
-  check_float(kOp, "grad", grad);
-  check_same_shape(kOp, "grad", grad, x);
-  check_grid(kOp, x, y_scale, output.zero_point, std::nullopt, 1, 0);
-  if (!learned) check_mask(kOp, mask, grad, order);
+  check_float(op, "grad", grad);
+  check_same_shape(op, "grad", grad, x);
+  check_grid(op, x, y_scale, output.zero_point, std::nullopt, 1, 0);
+  if (!learned) check_mask(op, mask, grad, order);
   const auto check_saved = [&](const Tensor& t) {
-    TORCH_CHECK_VALUE(is_row_of_floats(t) && t.device() == x.device() && t.numel() == rows_in(f, x), kOp,
+    TORCH_CHECK_VALUE(is_row_of_floats(t) && t.device() == x.device() && t.numel() == rows_in(f, x), op,
                       ": mean and rstd must be what function_fake_quant returned, one float32 for each row, got shape ",
                       t.sym_sizes(), " and ", t.scalar_type(), ".");
   };
@@ -460,7 +459,8 @@ void function_fake_quant_backward(const c10::OperatorHandle& op, Stack* stack) {
   QuantizedGradients behind;
   LaterGradients later;
   if (x.has_value() && has_kernel(function, *x)) {
-    behind = backward_by_kernel(function, grad, sum, order, *x, output, y_scale, mask, saved, wanted, gradients, later);
+    behind = backward_by_kernel(parts.op, function, grad, sum, order, *x, output, y_scale, mask, saved, wanted,
+                                gradients, later);
   } else {
     // In the type of x, from which y may have been rounded.
     if (x.has_value()) grad = as_type(grad, x->scalar_type());

@@ -77,7 +77,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
 
     The function is the `module` of this name, or the function that is `called` in the graph and computes `function`; or
     there is none. `with_codes` is whether an op takes the result as integers, and `narrow` whether a layer alone takes the
-    result: then autocast would round it to its type, and the op does. `adds` computes the sum that a norm takes, or is None.
+    result: then autocast would round it to its type, and the op does. `adds` computes the sum that a norm takes.
     """
 
     KIND = torch.classes.qtoolkit.FunctionUnit
@@ -91,7 +91,7 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
         function: Function,
         with_codes: bool,
         narrow: bool = False,
-        adds: Callable[[Tensor, Tensor], Tensor] | None = None,
+        adds: Callable[[Tensor, Tensor], Tensor] = torch.add,
     ) -> None:
         super().__init__(root, (module, quantizer))
         self.called, self.function, self.with_codes, self.narrow = called, function, with_codes, narrow
@@ -109,7 +109,6 @@ class FunctionUnit(CachedFusedOp[FunctionPlan]):
 
     def run_adding(self, run: Run, x: Tensor, residual: Tensor) -> tuple[Tensor, TensorCodes | None, Tensor]:
         """Return the same of the sum of two tensors, which `adds` computes, and the sum."""
-        assert self.adds is not None
         if type(x) is type(residual) is Tensor and not run.compiled and torch.is_grad_enabled():
             self.refresh_if_modules_changed(run)
             needed = x.requires_grad or residual.requires_grad
