@@ -15,6 +15,7 @@
 #include "pool/max_pool.h"
 #include "range_grid.h"
 #include "unit/attention_weights.h"
+#include "unit/flash_attention.h"
 #include "unit/function_rows.h"
 #include "unit/unit_scales.h"
 
@@ -114,6 +115,8 @@ struct DeviceKernels {
 
   // Weights of an attention from scores, and the gradient of the scores; null where torch's ops compute them.
   void (*attention_weights)(AttentionWeights& args, const GridTensors& grid, c10::Device device);
+  // A whole attention, and its gradients; null likewise.
+  void (*flash_attention)(FlashAttention& args, const GridTensors& grid, c10::Device device);
 
   // A function with its quantizer, and its gradients; null likewise. Behind the sums the launch writes gradients of one
   // element: first `before`, and then those of the unit.

@@ -13,6 +13,7 @@
 namespace qtoolkit {
 
 struct AttentionWeights;
+struct FlashAttention;
 struct UnitScales;
 struct UnitGradients;
 struct FactorChange;
@@ -80,6 +81,10 @@ void rescale(const HeldVariance& h, const FactorChange& u, cudaStream_t stream);
 // Weights of an attention, or their gradients too. The workspace is of float64 values.
 int64_t attention_workspace(const AttentionWeights& args);
 void attention_weights(const AttentionWeights& args, double* workspace, cudaStream_t stream);
+
+// A whole attention, or its gradients. The workspace is of float64 values.
+int64_t flash_attention_workspace(const FlashAttention& args);
+void flash_attention(const FlashAttention& args, double* workspace, cudaStream_t stream);
 
 // A function with its quantizer, or its gradients. The workspace is of float64 values.
 int64_t function_rows_workspace(const FunctionRows& args);

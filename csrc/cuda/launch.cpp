@@ -133,6 +133,14 @@ void weights_of_attention(AttentionWeights& args, const GridTensors& grid, c10::
   });
 }
 
+void whole_attention(FlashAttention& args, const GridTensors& grid, c10::Device device) {
+  on_stream(device, [&](cudaStream_t stream) {
+    const GridOnDevice values(grid, /*f64=*/false, args);
+    const at::Tensor workspace = empty_workspace(flash_attention_workspace(args), device);
+    flash_attention(args, workspace.mutable_data_ptr<double>(), stream);
+  });
+}
+
 // As kernels take them. The scales are copied where they are not contiguous.
 struct GradientsOnDevice {
   AllGradients all;
@@ -223,6 +231,7 @@ const DeviceKernels kDeviceKernels = {
       on_stream(device, [&](cudaStream_t stream) { rescale(h, u, stream); });
     },
     weights_of_attention,
+    whole_attention,
     rows_of_function};
 
 }  // namespace cuda

@@ -29,8 +29,8 @@ struct ReductionTiling {
   int64_t count = 0;    // of slices in a tile
 };
 
-static inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Joins groups and rows where the memory layout allows it.
 static inline ReductionTiling shape_of(const KernelArgs& args) {

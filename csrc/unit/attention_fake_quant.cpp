@@ -1,6 +1,6 @@
 // An attention whose weights are quantized. Backward keeps query, key and value, as their codes where they have them.
 // Scores and weights are the largest tensors of a transformer: backward computes them again, if it is not told to keep
-// the softmax.
+// the softmax. A GPU never writes them for products in 16 bits (flash_attention.h).
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/bmm.h>
@@ -54,13 +54,27 @@ void check_attention(const char* op, const Attention& a) {
 
 // ---- batches of matrices
 
-// Whether one kernel makes weights of scores, and their gradients.
-bool has_kernel(const Attention& a) {
+// Whether kernels may compute weights from scores.
+bool is_for_kernels(const Attention& a) {
   const Tensor& k = a.k.shaped();
   const bool types = a.dtype != at::kDouble &&
                      (!a.mask.has_value() || a.mask->scalar_type() == a.dtype || a.mask->scalar_type() == at::kFloat);
-  return !a.keeps_softmax && !k.is_meta() && on(k.device()).attention_weights != nullptr && types &&
-         k.size(-2) <= kLongestScores;
+  return !a.keeps_softmax && !k.is_meta() && types && k.numel() > 0 && a.q.shaped().numel() > 0;
+}
+
+// Whether one kernel makes weights of scores, and their gradients.
+bool has_kernel(const Attention& a) {
+  const Tensor& k = a.k.shaped();
+  return is_for_kernels(a) && on(k.device()).attention_weights != nullptr && k.size(-2) <= kLongestScores;
+}
+
+// Whether scores are never written.
+bool is_flash(const Attention& a) {
+  const Tensor &k = a.k.shaped(), &v = a.v.shaped();
+  constexpr int64_t kMost = 1 << 30;  // of places, and of blocks of them
+  return is_for_kernels(a) && on(k.device()).flash_attention != nullptr && a.dtype != at::kFloat &&
+         k.size(-1) <= kMostHeadFeatures && v.size(-1) <= kMostHeadFeatures && v.numel() > 0 &&
+         a.q.shaped().numel() / k.size(-1) < kMost && k.numel() / k.size(-1) < kMost;
 }
 
 // cuBLAS takes up to three times longer for rows of another number of elements. Where the kernel makes the weights,
@@ -114,11 +128,33 @@ Tensor without_padding(const Tensor& gradient, const Attention& a, const Tensor&
 
 // ---- the weights
 
+// The gradients of the grid of the weights.
+struct GridGradients {
+  Tensor scale, zero_point;
+  LaterGradients later;
+};
+
+// Returns where a kernel writes the sums of the gradients, from which they are computed later; null if nobody wants
+// them.
+double* sums_for(const Attention& a, const optional<Tensor>& scale, GridGradients& gradients) {
+  if (!scale.has_value() || !a.weights.learned) return nullptr;
+  const Tensor sums = at::empty({2}, scale->options().dtype(at::kDouble));
+  double* of = sums.mutable_data_ptr<double>();
+  gradients.scale = at::empty_like(*scale);
+  std::vector<GradientOfSums> all = {{of, a.weights.grad_factor, *scale, gradients.scale}};
+  if (a.weights.zero_point.has_value()) {
+    gradients.zero_point = at::empty_like(*a.weights.zero_point);
+    all.push_back({of + 1, a.weights.grad_factor, {}, gradients.zero_point});
+  }
+  write_gradients(all, sums, &gradients.later);
+  return of;
+}
+
 struct Weights {
   Tensor weights;
-  Tensor softmax;                             // of them, if it is kept
-  Tensor of_scores, of_scale, of_zero_point;  // gradients, in backward
-  LaterGradients later;                       // those of the grid
+  Tensor softmax;    // of them, if it is kept
+  Tensor of_scores;  // their gradient, in backward
+  GridGradients of_grid;
 };
 
 ScoreRows rows_of(const Tensor& t) { return {t.mutable_data_ptr(), t.size(2), dtype_of(t)}; }
@@ -128,47 +164,33 @@ Weights by_kernel(const Attention& a, const Tensor& scores, const optional<Tenso
   Weights result;
   result.weights = scores.scalar_type() == a.dtype ? scores : at::empty_like(scores, a.dtype);
   result.of_scores = grad;
-  const optional<Tensor>& zero_point = a.weights.zero_point;
-  const bool sums_wanted = grad.defined() && scale.has_value() && a.weights.learned;
-  if (sums_wanted) result.of_scale = at::empty_like(*scale);
-  if (sums_wanted && zero_point.has_value()) result.of_zero_point = at::empty_like(*zero_point);
-  if (scores.numel() == 0) {
-    if (result.of_scale.defined()) result.of_scale.zero_();
-    if (result.of_zero_point.defined()) result.of_zero_point.zero_();
-    return result;
-  }
   AttentionWeights args;
   args.rows = scores.size(0) * scores.size(1);
   args.length = a.k.shaped().size(-2);
   args.scores = rows_of(scores);
   args.weights = rows_of(result.weights);
-  if (grad.defined()) args.grad = rows_of(grad);
   if (scale.has_value()) args.bounds = representable(a.weights.qmin, a.weights.qmax, result.weights);
-  const Tensor sums = at::empty({sums_wanted ? 2 : 0}, scores.options().dtype(at::kDouble));
-  if (sums_wanted) args.sums = sums.mutable_data_ptr<double>();
-  const c10::Device device = scores.device();
-  on(device).attention_weights(args, {pointer(scale), pointer(zero_point)}, device);
-  if (!sums_wanted) return result;
-  std::vector<GradientOfSums> gradients = {{args.sums, a.weights.grad_factor, *scale, result.of_scale}};
-  if (result.of_zero_point.defined()) {
-    gradients.push_back({args.sums + 1, a.weights.grad_factor, {}, result.of_zero_point});
+  if (grad.defined()) {
+    args.grad = rows_of(grad);
+    args.sums = sums_for(a, scale, result.of_grid);
   }
-  write_gradients(gradients, sums, &result.later);
+  const c10::Device device = scores.device();
+  on(device).attention_weights(args, {pointer(scale), pointer(a.weights.zero_point)}, device);
   return result;
 }
 
 // From the softmax of the scores.
 Weights by_ops(const Attention& a, const Tensor& softmax, const optional<Tensor>& scale, const Tensor& grad) {
   const QuantizedTensor q = quantize_output(softmax, a.weights, scale);
-  Weights result = {q.y.to(a.dtype), softmax};
+  Weights result = {q.y.to(a.dtype), softmax, {}, {}};
   if (!grad.defined()) return result;
   QuantizedGradients behind = {grad.to(softmax.scalar_type()), {}, {}};
   if (scale.has_value()) {
-    behind = quantize_output_backward(behind.z, softmax, q.mask, {}, a.weights, *scale, result.later);
+    behind = quantize_output_backward(behind.z, softmax, q.mask, {}, a.weights, *scale, result.of_grid.later);
   }
   result.of_scores = at::_softmax_backward_data(behind.z, softmax, -1, softmax.scalar_type()).to(a.dtype);
-  result.of_scale = behind.scale;
-  result.of_zero_point = behind.zero_point;
+  result.of_grid.scale = behind.scale;
+  result.of_grid.zero_point = behind.zero_point;
   return result;
 }
 
@@ -178,7 +200,133 @@ Weights weights_of(const Attention& a, const Matrices& m, const optional<Tensor>
   return by_ops(a, at::softmax(scores, -1, a.dtype == at::kDouble ? at::kDouble : at::kFloat), scale, grad);
 }
 
+// ---- without scores in memory
+
+// The mask of all matrices. Where its batch has more than two strides it is copied to `copy`.
+AttentionMask mask_of(const Attention& a, Tensor& copy) {
+  std::vector<int64_t> sizes = a.q.shaped().sizes().vec();
+  sizes.back() = a.k.shaped().size(-2);
+  Tensor mask = a.mask->expand(sizes);
+  struct Run {
+    int64_t size = 1, stride = 0;
+  };
+  c10::SmallVector<Run, 4> runs;  // of matrices with equal distances, from the last dimension on
+  for (int64_t d = mask.dim() - 3; d >= 0; --d) {
+    if (mask.size(d) == 1) continue;
+    if (!runs.empty() && mask.stride(d) == runs.back().size * runs.back().stride) {
+      runs.back().size *= mask.size(d);
+    } else {
+      runs.push_back({mask.size(d), mask.stride(d)});
+    }
+  }
+  if (runs.size() > 2) {
+    copy = mask.contiguous();
+    mask = copy;
+    runs = {{copy.numel() / (copy.size(-2) * copy.size(-1)), copy.size(-2) * copy.size(-1)}};
+  }
+  runs.resize(2);
+  return {mask.const_data_ptr(), dtype_of(mask),  runs[0].size,   runs[1].stride,
+          runs[0].stride,        mask.stride(-2), mask.stride(-1)};
+}
+
+// The arguments of the kernels, and the tensors that they point to.
+struct FlashCall {
+  FlashAttention args;
+  c10::SmallVector<Tensor, 12> kept;
+
+  explicit FlashCall(const Attention& a) {
+    const Tensor &q = a.q.shaped(), &k = a.k.shaped();
+    args.queries = q.size(-2);
+    args.keys = k.size(-2);
+    args.batch = q.numel() / (args.queries * q.size(-1));
+    args.q = rows_of(a.q, a.dtype);
+    args.k = rows_of(a.k, a.dtype);
+    args.v = rows_of(a.v, a.dtype);
+    if (a.mask.has_value()) args.mask = mask_of(a, kept.emplace_back());
+    if (a.weights_scale.has_value()) args.bounds = representable(a.weights.qmin, a.weights.qmax, q);
+    args.dtype = a.dtype == at::kHalf ? Dtype::f16 : Dtype::bf16;
+  }
+
+  AttentionRows rows_of(const Tensor& values) {
+    const Tensor& rows = kept.emplace_back(values.contiguous());
+    return {rows.const_data_ptr(), dtype_of(rows), rows.size(-1)};
+  }
+
+  // The kernels read codes of a byte.
+  AttentionRows rows_of(const ProductOperand& o, at::ScalarType dtype) {
+    if (o.values.has_value() || o.codes->element_size() > 1 || o.scale->numel() != 1)
+      return rows_of(values_of(o, dtype));
+    AttentionRows rows = rows_of(*o.codes);
+    rows.scale = kept.emplace_back(in_arithmetic(*o.scale, /*f64=*/false)).const_data_ptr();
+    if (o.zero_point.has_value()) {
+      rows.zero_point = kept.emplace_back(in_arithmetic(*o.zero_point, /*f64=*/false)).const_data_ptr();
+    }
+    return rows;
+  }
+
+  // A result with the sizes of an operand, but the last one of another.
+  Tensor result(const ProductOperand& of, const ProductOperand& last, const Attention& a) {
+    std::vector<int64_t> sizes = of.shaped().sizes().vec();
+    sizes.back() = last.shaped().size(-1);
+    return at::empty(sizes, of.shaped().options().dtype(a.dtype));
+  }
+
+  void launch(const Attention& a) {
+    const c10::Device device = a.q.shaped().device();
+    on(device).flash_attention(args, {pointer(a.weights_scale), pointer(a.weights.zero_point)}, device);
+  }
+};
+
+Tensor flash_forward(Attention& a) {
+  FlashCall call(a);
+  const Tensor y = call.result(a.q, a.v, a);
+  a.statistics = at::empty({2, call.args.batch * call.args.queries}, y.options().dtype(at::kFloat));
+  call.args.statistics = a.statistics->mutable_data_ptr<float>();
+  call.args.y = y.mutable_data_ptr();
+  call.launch(a);
+  return y;
+}
+
+// The gradients of query, key and value.
+std::array<Tensor, 3> flash_backward(const Attention& a, const Tensor& grad, GridGradients& of_grid) {
+  FlashCall call(a);
+  const std::array<Tensor, 3> gradients = {call.result(a.q, a.q, a), call.result(a.k, a.k, a),
+                                           call.result(a.v, a.v, a)};
+  const Tensor dots = at::empty({call.args.batch * call.args.queries}, a.statistics->options());
+  call.args.statistics = a.statistics->mutable_data_ptr<float>();
+  call.args.dots = dots.mutable_data_ptr<float>();
+  call.args.grad = call.rows_of(grad.to(a.dtype));
+  call.args.dq = gradients[0].mutable_data_ptr();
+  call.args.dk = gradients[1].mutable_data_ptr();
+  call.args.dv = gradients[2].mutable_data_ptr();
+  call.args.sums = sums_for(a, a.weights_scale, of_grid);
+  call.launch(a);
+  return gradients;
+}
+
 // ---- the ops
+
+// The gradients of query, key and value, as far as they are wanted.
+ForGradients<Tensor> gradients_of_products(const Attention& a, const Tensor& grad, const ForGradients<bool>& wanted,
+                                           GridGradients& of_grid) {
+  const optional<Tensor>& scale = a.weights_scale;
+  const Matrices m(a);
+  const Tensor dy = matrices(grad.to(a.dtype)), of_weights = at::bmm(dy, m.v.transpose(1, 2));
+  Weights w = a.keeps_softmax ? by_ops(a, *a.softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
+  of_grid = std::move(w.of_grid);
+  ForGradients<Tensor> gradients;
+  if (wanted[GradientOf::x]) gradients[GradientOf::x] = shaped_as(at::bmm(w.of_scores, m.k), grad);
+  if (wanted[GradientOf::k]) {
+    // The order of torch's own gradient decides its last bits. On CUDA the other one is faster.
+    const Tensor dk = has_kernel(a) ? at::bmm(w.of_scores.transpose(1, 2), m.q)
+                                    : at::bmm(m.q.transpose(1, 2), w.of_scores).transpose(1, 2);
+    gradients[GradientOf::k] = without_padding(dk, a, grad);
+  }
+  if (wanted[GradientOf::v]) {
+    gradients[GradientOf::v] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
+  }
+  return gradients;
+}
 
 void attention_fake_quant(const c10::OperatorHandle& /*op*/, Stack* stack) {
   constexpr const char* kOp = Attention::kOp;
@@ -190,11 +338,17 @@ void attention_fake_quant(const c10::OperatorHandle& /*op*/, Stack* stack) {
   check_parts(parts, 0);
   const WithoutAutocast guard;
   if (a.weights.trained.start.has_value()) a.weights_scale = make_scales(parts, {}).y_scale;
-  const Matrices m(a);
-  const Weights w = weights_of(a, m, a.weights_scale, {});
-  if (a.keeps_softmax) a.softmax = w.softmax;
+  Tensor y;
+  if (is_flash(a)) {
+    y = flash_forward(a);
+  } else {
+    const Matrices m(a);
+    const Weights w = weights_of(a, m, a.weights_scale, {});
+    if (a.keeps_softmax) a.softmax = w.softmax;
+    y = shaped_as(at::bmm(w.weights, m.v), *a.q.values);
+  }
   torch::jit::drop(*stack, 2);
-  torch::jit::push(*stack, shaped_as(at::bmm(w.weights, m.v), *a.q.values), results_of(a));
+  torch::jit::push(*stack, y, results_of(a));
 }
 
 void attention_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* stack) {
@@ -211,28 +365,22 @@ void attention_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* sta
   for (ProductOperand* o : {&a.q, &a.k, &a.v}) {
     if (o->codes.has_value()) o->values.reset();  // the codes are less to read
   }
-  const optional<Tensor>& scale = a.weights_scale;
-  const Matrices m(a);
-  const Tensor dy = matrices(grad.to(a.dtype)), of_weights = at::bmm(dy, m.v.transpose(1, 2));
-  Weights w = a.keeps_softmax ? by_ops(a, *a.softmax, scale, of_weights) : weights_of(a, m, scale, of_weights);
-
+  GridGradients of_grid;
   ForGradients<Tensor> gradients;
-  if (wanted[GradientOf::x]) gradients[GradientOf::x] = shaped_as(at::bmm(w.of_scores, m.k), grad);
-  if (wanted[GradientOf::k]) {
-    // The order of torch's own gradient decides its last bits. On CUDA the other one is faster.
-    const Tensor dk = has_kernel(a) ? at::bmm(w.of_scores.transpose(1, 2), m.q)
-                                    : at::bmm(m.q.transpose(1, 2), w.of_scores).transpose(1, 2);
-    gradients[GradientOf::k] = without_padding(dk, a, grad);
-  }
-  if (wanted[GradientOf::v]) {
-    gradients[GradientOf::v] = without_padding(at::bmm(w.weights.transpose(1, 2), dy), a, grad);
+  if (a.statistics.has_value()) {
+    std::array<Tensor, 3> found = flash_backward(a, grad, of_grid);
+    gradients[GradientOf::x] = std::move(found[0]);
+    gradients[GradientOf::k] = std::move(found[1]);
+    gradients[GradientOf::v] = std::move(found[2]);
+  } else {
+    gradients = gradients_of_products(a, grad, wanted, of_grid);
   }
   const PartGradients of_parts = gradients_of_parts(
-      parts, {{}, w.of_scale, {}, {}, {}}, {false, false, wanted[GradientOf::y_start], wanted[GradientOf::y_ratio]}, {},
-      std::move(w.later));
+      parts, {{}, of_grid.scale, {}, {}, {}}, {false, false, wanted[GradientOf::y_start], wanted[GradientOf::y_ratio]},
+      {}, std::move(of_grid.later));
   gradients[GradientOf::y_start] = of_parts.y_start;
   gradients[GradientOf::y_ratio] = of_parts.y_ratio;
-  gradients[GradientOf::y_zero_point] = w.of_zero_point;
+  gradients[GradientOf::y_zero_point] = of_grid.zero_point;
   given.push(stack, gradients);
 }
 

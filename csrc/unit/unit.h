@@ -264,7 +264,7 @@ struct AttentionUnit : CalledUnit {
   bool keeps_softmax;
   OutputQuantizer weights;
 
-  std::optional<at::Tensor> weights_scale, softmax;  // of backward alone
+  std::optional<at::Tensor> weights_scale, softmax, statistics;  // of backward alone
 
   at::Tensor first() const { return tensor_in(q.values); }
   void note(const AttentionUnit& /*of_step*/, const at::Tensor& /*y*/) {}
@@ -310,6 +310,7 @@ struct AttentionUnit : CalledUnit {
   void results(Visit&& visit) {
     visit("weights_scale", weights_scale, kConstant);
     visit("softmax", softmax, kConstant);
+    visit("statistics", statistics, kConstant);
   }
 };
 

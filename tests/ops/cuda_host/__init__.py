@@ -279,9 +279,10 @@ def _compile(folder: Path) -> None:
 def _instructions(asm: re.Match[str]) -> str:
     """Calls of the functions in device.h that stand for instructions of PTX."""
     operands = re.findall(r'"[=+]?[a-z]"\((.*?)\)', asm[1])
-    code = re.sub(r"\\n\\t|[][{}]", "", re.match(r'\s*"(.*?)"', asm[1])[1])
+    text = "".join(re.findall(r'"(.*?)"', asm[1].partition(":")[0]))
+    code = re.sub(r"\\n\\t|[][{}]", "", text)
     calls = re.sub(r"(\S+) (.*?);", lambda call: f"device::{call[1].replace('.', '_')}({call[2]});", code)
-    return re.sub(r"%(\d)", lambda number: operands[int(number[1])], calls)
+    return re.sub(r"%(\d+)", lambda number: operands[int(number[1])], calls)
 
 
 @contextmanager

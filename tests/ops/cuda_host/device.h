@@ -57,6 +57,10 @@ T atomicAdd(T* p, T value) {
 
 inline void __threadfence() {}
 
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
 inline float rsqrt(float v) { return 1 / std::sqrt(v); }
 inline double rsqrt(double v) { return 1 / std::sqrt(v); }
 
@@ -275,3 +279,85 @@ T __shfl_xor_sync(unsigned, T value, int lanes) {
   __syncthreads();
   return other;
 }
+
+// ---- instructions of PTX with matrices in the registers of a warp: likewise
+
+inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const char*>(p) - device::shared.data(); }
+
+namespace device {
+
+// Each thread gives a value, and gets those of its warp, until the next exchange.
+template <class T>
+const T* exchange(const T& value) {
+  static T values[2][1024];
+  static int turn[1024];
+  T* const all = values[turn[threadIdx.x] ^= 1];  // others may still read what the last one gave
+  all[threadIdx.x] = value;
+  __syncthreads();
+  return all + threadIdx.x / 32 * 32;
+}
+
+template <bool transposed>
+void ldmatrix(uint32_t* to, uint32_t address) {
+  if (address % 16 != 0) fault("misaligned address");
+  if (address + size_t{16} > shared.size()) fault("it reads outside of its shared memory");
+  const uint32_t* rows = exchange(address);
+  const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    for (int i = 0; i < 2; ++i) {
+      const int of = matrix * 8 + (transposed ? column + i : row), place = transposed ? row : column + i;
+      std::memcpy(reinterpret_cast<uint16_t*>(to + matrix) + i, shared.data() + rows[of] + 2 * place, 2);
+    }
+  }
+  __syncthreads();  // before somebody writes the memory
+}
+
+inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
+                                                     uint32_t address) {
+  uint32_t to[4];
+  ldmatrix<false>(to, address);
+  a = to[0], b = to[1], c = to[2], d = to[3];
+}
+inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
+                                                           uint32_t address) {
+  uint32_t to[4];
+  ldmatrix<true>(to, address);
+  a = to[0], b = to[1], c = to[2], d = to[3];
+}
+
+inline float to_float(__half v) { return __half2float(v); }
+inline float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+struct Operands {
+  uint32_t left[4], right[2];
+};
+
+// The sum of 16 products and an addend, rounded once.
+template <class T>
+void mma(const Operands& of, float* sum) {
+  const Operands* all = exchange(of);
+  const auto at = [](const uint32_t& word, int i) { return to_float(reinterpret_cast<const T*>(&word)[i]); };
+  for (int e = 0; e < 4; ++e) {
+    const int row = threadIdx.x % 32 / 4, below = e / 2, column = threadIdx.x % 4 * 2 + e % 2;
+    double total = sum[e];
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t& left = all[row * 4 + k % 8 / 2].left[below + k / 8 * 2];
+      total += static_cast<double>(at(left, k % 2)) * at(all[column * 4 + k % 8 / 2].right[k / 8], k % 2);
+    }
+    sum[e] = static_cast<float>(total);
+  }
+}
+
+#define QT_MMA(name, T)                                                                                             \
+  inline void mma_sync_aligned_m16n8k16_row_col_##name(float& a, float& b, float& c, float& d, uint32_t a0,          \
+                                                       uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,           \
+                                                       uint32_t b1, float, float, float, float) {                    \
+    float sum[] = {a, b, c, d};                                                                                      \
+    mma<T>({{a0, a1, a2, a3}, {b0, b1}}, sum);                                                                       \
+    a = sum[0], b = sum[1], c = sum[2], d = sum[3];                                                                  \
+  }
+QT_MMA(f32_bf16_bf16_f32, __nv_bfloat16)
+QT_MMA(f32_f16_f16_f32, __half)
+#undef QT_MMA
+
+}  // namespace device

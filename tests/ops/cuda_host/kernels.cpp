@@ -7,6 +7,7 @@
 #include "cuda/attention.cu"
 #include "cuda/batch_norm.cu"
 #include "cuda/fake_quant.cu"
+#include "cuda/flash_attention.cu"
 #include "cuda/function_rows.cu"
 #include "cuda/histogram.cu"
 #include "cuda/learned_backward.cu"

@@ -20,6 +20,10 @@ inline bool only_ends = false;         // the first and the last block alone: fo
 
 }  // namespace device
 
+enum Attribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class Kernel>
+void cudaFuncSetAttribute(Kernel, Attribute, int) {}
+
 #ifdef C10_CUDA_KERNEL_LAUNCH_CHECK
 #error "torch's own headers of CUDA were found first"
 #endif
