@@ -56,13 +56,14 @@ struct GradientOfSums {
 };
 
 // Gradients that are not written yet: one launch writes them, and what is computed from them. Until then their tensors
-// hold nothing. On a GPU this is the launch of the gradients of a weight or of a function, if there is one, whose sums
-// are among theirs.
+// hold nothing. On a GPU this is the launch of the gradients of a weight, a function or an attention, if there is one,
+// whose sums are among theirs.
 struct LaterGradients {
   c10::SmallVector<GradientOfSums, 8> all;
   std::optional<WeightRows> weight;
   std::optional<FunctionRows> function;
-  std::optional<at::Tensor> scale, zero_point;  // the function's
+  std::optional<FlashAttention> attention;
+  std::optional<at::Tensor> scale, zero_point;  // of the function or the attention
   c10::SmallVector<at::Tensor, 8> kept;         // that hold what these point to
 };
 
@@ -115,13 +116,14 @@ struct DeviceKernels {
 
   // Weights of an attention from scores, and the gradient of the scores; null where torch's ops compute them.
   void (*attention_weights)(AttentionWeights& args, const GridTensors& grid, c10::Device device);
-  // A whole attention, and its gradients; null likewise.
-  void (*flash_attention)(FlashAttention& args, const GridTensors& grid, c10::Device device);
 
   // A function with its quantizer, and its gradients; null likewise. Behind the sums the launch writes gradients of one
   // element: first `before`, and then those of the unit.
   void (*function_rows)(FunctionRows& args, const GridTensors& grid, const UnitGradients& unit,
                         at::ArrayRef<GradientOfSums> before, c10::Device device);
+  // A whole attention, and its gradients; likewise.
+  void (*flash_attention)(FlashAttention& args, const GridTensors& grid, const UnitGradients& unit,
+                          at::ArrayRef<GradientOfSums> before, c10::Device device);
 };
 
 namespace cpu {
@@ -151,17 +153,19 @@ inline void write_now(LaterGradients& later, const UnitGradients& unit = {}) {
   const c10::Device device = later.kept[0].device();
   const DeviceKernels& kernels = on(device);
   const std::optional<WeightRows>& weight = later.weight;
-  const int64_t own = largest_count(unit), places = weight ? weight->rows : later.function ? 1 : 0;
+  const int64_t own = largest_count(unit), places = weight ? weight->rows : later.function || later.attention ? 1 : 0;
   int64_t longest = own;
   for (const GradientOfSums& g : later.all) longest = std::max(longest, g.gradient.numel());
   const bool together = longest <= places && (own == 0 || unit.f64 == (weight && weight->f64));
   const UnitGradients of_launch = together ? unit : UnitGradients{};
   const at::ArrayRef<GradientOfSums> before = together ? later.all : at::ArrayRef<GradientOfSums>();
+  const GridTensors grid = {pointer(later.scale), pointer(later.zero_point)};
   if (weight) {
     kernels.weight_backward(*weight, of_launch, before, device);
   } else if (later.function) {
-    kernels.function_rows(*later.function, {pointer(later.scale), pointer(later.zero_point)}, of_launch, before,
-                          device);
+    kernels.function_rows(*later.function, grid, of_launch, before, device);
+  } else if (later.attention) {
+    kernels.flash_attention(*later.attention, grid, of_launch, before, device);
   }
   if (!together && own > 0) {
     kernels.unit_gradients(unit, later.all, device);

@@ -430,7 +430,6 @@ const DeviceKernels kDeviceKernels = {
       u.f64 ? take_factors<double>(u) : take_factors<float>(u);
     },
     /*attention_weights=*/nullptr,
-    /*flash_attention=*/nullptr,
     /*function_rows=*/nullptr};
 
 }  // namespace cpu

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kMost == 8  ? 3
                                                         : 2)
     attention_weights_kernel(const __grid_constant__ AttentionWeights args, double* parts) {
   constexpr int kRows = kThreads / kTeam;
-  const AttentionGrid grid(args);
+  const AttentionGrid grid(args, {});
   Pair total = {0, 0};
   // All threads of a block take part in each reduction, those of a row that there is not too.
   for (int64_t first = int64_t{blockIdx.x} * kRows; first < args.rows; first += int64_t{gridDim.x} * kRows) {

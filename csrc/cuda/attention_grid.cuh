@@ -3,6 +3,7 @@
 
 #include "../fake_quant.h"
 #include "divisor.cuh"
+#include "unit_scales.cuh"
 
 namespace qtoolkit {
 namespace cuda {
@@ -40,13 +41,13 @@ struct Rounded {
 class AttentionGrid {
  public:
   template <class Args>
-  __device__ explicit AttentionGrid(const Args& args)
+  __device__ AttentionGrid(const Args& args, const TrainedScale& made)
       : rounds_(args.scale != nullptr),
         zero_point_(args.zero_point == nullptr ? 0.0f
                                                : usable_zero_point(__ldg(static_cast<const float*>(args.zero_point)))),
         lo_(rounds_ ? static_cast<float>(args.bounds.lo) : -INFINITY),
         hi_(rounds_ ? static_cast<float>(args.bounds.hi) : INFINITY),
-        divisor_(rounds_ ? usable_scale(__ldg(static_cast<const float*>(args.scale))) : 1.0f) {}
+        divisor_(rounds_ ? usable_scale(made_scale(made, args.scale)) : 1.0f) {}
 
   // Whether the last bits of weights below 2^-40 do not matter.
   __device__ bool is_coarse() const { return rounds_ && divisor_.value >= 0x1p-30f; }

@@ -5,8 +5,8 @@
 
 #include "../unit/flash_attention.h"
 #include "attention_grid.cuh"
+#include "gradients.cuh"
 #include "kernels.h"
-#include "loops.cuh"
 #include "mma.cuh"
 
 namespace qtoolkit {
@@ -105,7 +105,8 @@ QT_DEVICE void wait_for_copies() {
 // Calls load(tile, stage) for each tile, and use(tile, stage) when it has arrived: while one is used, the next comes.
 template <class Load, class Use>
 QT_DEVICE void for_tiles(int begin, int end, Load load, Use use) {
-  if (begin < end) load(begin, 0);
+  if (begin >= end) return wait_for_copies();  // of those before
+  load(begin, 0);
   __pipeline_commit();
   for (int tile = begin; tile < end; ++tile) {
     const int stage = (tile - begin) % 2;
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(kFlashThreads, 2) flash_forward_kernel(const _
   using Shape = Tiles<T, kFeatures>;
   extern __shared__ uint4 flash_memory[];
   T* tiles = reinterpret_cast<T*>(flash_memory);
-  const AttentionGrid grid(args);
+  const AttentionGrid grid(args, args.made);
   const OwnRows own(args.queries);
   const Scores<T> scores(args, own.matrix);
   const int count = tiles_of_keys<Shape>(args, grid, own.first);
@@ -333,7 +334,7 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
   using Shape = Tiles<T, kFeatures>;
   extern __shared__ uint4 flash_memory[];
   T* tiles = reinterpret_cast<T*>(flash_memory);
-  const AttentionGrid grid(args);
+  const AttentionGrid grid(args, args.made);
   const Rounded<Divisor> by = grid.near();
   const OwnRows own(args.queries);
   const Scores<T> scores(args, own.matrix);
@@ -402,17 +403,18 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
 }
 
 // The gradients of keys and values, after those of the queries, of whose blocks there are `count`: the first block
-// joins their parts.
+// joins their parts, and writes the gradients that are computed from the sums.
 template <class T, int kFeatures>
 __global__ void __launch_bounds__(kFlashThreads, 2)
-    flash_keys_backward_kernel(const __grid_constant__ FlashAttention args, const double* parts, int64_t count) {
+    flash_keys_backward_kernel(const __grid_constant__ FlashAttention args, const __grid_constant__ UnitGradients unit,
+                               const __grid_constant__ AllGradients before, const double* parts, int64_t count) {
   using Shape = Tiles<T, kFeatures>;
   extern __shared__ uint4 flash_memory[];
   T* own_keys = reinterpret_cast<T*>(flash_memory);
   T* own_values = own_keys + Shape::kOwn;
   T* tiles = own_values + Shape::kOwn;
   float* numbers = reinterpret_cast<float*>(tiles + 4 * Shape::kTile);  // of queries, three each
-  const AttentionGrid grid(args);
+  const AttentionGrid grid(args, args.made);
   const Rounded<Divisor> by = grid.near();
   const OwnRows own(args.keys);
   const Scores<T> scores(args, own.matrix);
@@ -462,11 +464,7 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
   });
   store_rows<Shape>(dk, own_keys, own.matrix, args.keys, own.first, static_cast<int>(args.k.features), args.dk);
   store_rows<Shape>(dv, own_values, own.matrix, args.keys, own.first, static_cast<int>(args.v.features), args.dv);
-  if (blockIdx.x > 0 || args.sums == nullptr) return;
-  Pair sum = {0, 0};
-  for (int64_t i = threadIdx.x; i < count; i += kFlashThreads) sum = Add()(sum, {parts[i], parts[count + i]});
-  sum = sum_of_block(sum);
-  if (threadIdx.x == 0) write({args.sums, args.sums + 1}, 0, sum);
+  if (blockIdx.x == 0 && args.sums != nullptr) join_sums(args.sums, parts, parts + count, count, unit, before);
 }
 
 // ---- launches
@@ -482,7 +480,8 @@ void allow_memory(void (*kernel)(Parameters...), size_t bytes) {
 }
 
 template <class T, int kFeatures>
-void launch_features(const FlashAttention& args, double* parts, cudaStream_t stream) {
+void launch_features(const FlashAttention& args, const UnitGradients& unit, const AllGradients& before, double* parts,
+                     cudaStream_t stream) {
   using Shape = Tiles<T, kFeatures>;
   constexpr size_t rows_memory = Shape::kRowsMemory, columns_memory = Shape::kColumnsMemory;
   const int64_t of_queries = blocks_of(args, args.queries), of_keys = blocks_of(args, args.keys);
@@ -495,15 +494,17 @@ void launch_features(const FlashAttention& args, double* parts, cudaStream_t str
   queries<<<static_cast<unsigned>(of_queries), kFlashThreads, rows_memory, stream>>>(args, parts);
   const auto keys = flash_keys_backward_kernel<T, kFeatures>;
   allow_memory(keys, columns_memory);
-  keys<<<static_cast<unsigned>(of_keys), kFlashThreads, columns_memory, stream>>>(args, parts, of_queries);
+  keys<<<static_cast<unsigned>(of_keys), kFlashThreads, columns_memory, stream>>>(args, unit, before, parts,
+                                                                                  of_queries);
 }
 
 template <class T>
-void launch_type(const FlashAttention& args, double* parts, cudaStream_t stream) {
+void launch_type(const FlashAttention& args, const UnitGradients& unit, const AllGradients& before, double* parts,
+                 cudaStream_t stream) {
   const int64_t features = args.q.features < args.v.features ? args.v.features : args.q.features;
-  if (features <= 32) return launch_features<T, 32>(args, parts, stream);
-  if (features <= 64) return launch_features<T, 64>(args, parts, stream);
-  launch_features<T, 128>(args, parts, stream);
+  if (features <= 32) return launch_features<T, 32>(args, unit, before, parts, stream);
+  if (features <= 64) return launch_features<T, 64>(args, unit, before, parts, stream);
+  launch_features<T, 128>(args, unit, before, parts, stream);
 }
 
 }  // namespace
@@ -512,9 +513,11 @@ int64_t flash_attention_workspace(const FlashAttention& args) {
   return args.sums == nullptr ? 0 : 2 * blocks_of(args, args.queries);
 }
 
-void flash_attention(const FlashAttention& args, double* workspace, cudaStream_t stream) {
+void flash_attention(const FlashAttention& args, const UnitGradients& unit, const AllGradients& before,
+                     double* workspace, cudaStream_t stream) {
   double* parts = args.sums == nullptr ? nullptr : workspace;
-  args.dtype == Dtype::f16 ? launch_type<__half>(args, parts, stream) : launch_type<__nv_bfloat16>(args, parts, stream);
+  const auto launch = args.dtype == Dtype::f16 ? launch_type<__half> : launch_type<__nv_bfloat16>;
+  launch(args, unit, before, parts, stream);
 }
 
 }  // namespace cuda

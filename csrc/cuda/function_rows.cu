@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "loops.cuh"
 #include "rows.cuh"
+#include "unit_scales.cuh"
 
 namespace qtoolkit {
 namespace cuda {
@@ -39,21 +40,13 @@ QT_DEVICE void shift(const FunctionRows& args, const Contiguous& at, const float
   for (int k = 0; k < kVectorSize; ++k) z[k] = normal[k] * weight[k] + bias[k];
 }
 
-// Each thread makes the scale, and one of them writes it.
-QT_DEVICE float scale_of(const FunctionRows& args) {
-  if (args.made.start == nullptr) return __ldg(static_cast<const float*>(args.scale));
-  const float scale = trained_scale_at<float>(args.made, 0);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *static_cast<float*>(args.made.scale) = scale;
-  return scale;
-}
-
 // The grid of all rows.
 struct RowsGrid {
   Divisor scale;
   float zero_point;
 
   __device__ explicit RowsGrid(const FunctionRows& args)
-      : scale(usable_scale(scale_of(args))),
+      : scale(usable_scale(made_scale(args.made, args.scale))),
         zero_point(args.zero_point == nullptr ? 0.0f
                                               : usable_zero_point(__ldg(static_cast<const float*>(args.zero_point)))) {}
 };
@@ -256,25 +249,13 @@ __global__ void __launch_bounds__(kThreads, kMost <= 2 ? 2 : 1)
   if (threadIdx.x == 0) write({parts.scale, parts.zero_point}, blockIdx.x, pair);
 }
 
-// The sums of all blocks, and the gradients that are computed from them; by one block.
-QT_DEVICE void join_sums(const FunctionRows& args, const double* scale, const double* zero_point, int64_t blocks,
-                         const UnitGradients& unit, const AllGradients& before) {
-  Pair mine = {0, 0};
-  for (int64_t b = threadIdx.x; b < blocks; b += kThreads) mine = Add()(mine, {scale[b], zero_point[b]});
-  const Pair pair = sum_of_block(mine);
-  if (threadIdx.x != 0 || args.sums == nullptr) return;
-  write({args.sums, args.sums + 1}, 0, pair);
-  write_gradients(before, 0);
-  unit_gradients_at<float>(unit, 0);
-}
-
 // 32 columns for each block, of which 8 threads sum each; the last block joins the sums of the scale.
 __global__ void __launch_bounds__(kThreads)
     norm_rows_join_kernel(const __grid_constant__ FunctionRows args, const __grid_constant__ UnitGradients unit,
                           const __grid_constant__ AllGradients before, double* workspace, int64_t blocks) {
   const RowsParts parts(workspace, blocks);
   __shared__ double sums[kThreads];
-  if (blockIdx.x + 1 == gridDim.x) return join_sums(args, parts.scale, parts.zero_point, blocks, unit, before);
+  if (blockIdx.x + 1 == gridDim.x) return join_sums(args.sums, parts.scale, parts.zero_point, blocks, unit, before);
   const int64_t width = 2 * args.length, column = int64_t{32} * blockIdx.x + threadIdx.x % 32;
   double sum = 0;
   if (column < width) {
@@ -435,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, kFunction == RowFunction::gelu_tanh 
 __global__ void __launch_bounds__(kThreads)
     function_join_kernel(const __grid_constant__ FunctionRows args, const __grid_constant__ UnitGradients unit,
                          const __grid_constant__ AllGradients before, const double* parts, int64_t blocks) {
-  join_sums(args, parts, parts + blocks, blocks, unit, before);
+  join_sums(args.sums, parts, parts + blocks, blocks, unit, before);
 }
 
 // ---- launches

@@ -84,7 +84,8 @@ void attention_weights(const AttentionWeights& args, double* workspace, cudaStre
 
 // A whole attention, or its gradients. The workspace is of float64 values.
 int64_t flash_attention_workspace(const FlashAttention& args);
-void flash_attention(const FlashAttention& args, double* workspace, cudaStream_t stream);
+void flash_attention(const FlashAttention& args, const UnitGradients& unit, const AllGradients& before,
+                     double* workspace, cudaStream_t stream);
 
 // A function with its quantizer, or its gradients. The workspace is of float64 values.
 int64_t function_rows_workspace(const FunctionRows& args);

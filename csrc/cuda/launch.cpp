@@ -133,14 +133,6 @@ void weights_of_attention(AttentionWeights& args, const GridTensors& grid, c10::
   });
 }
 
-void whole_attention(FlashAttention& args, const GridTensors& grid, c10::Device device) {
-  on_stream(device, [&](cudaStream_t stream) {
-    const GridOnDevice values(grid, /*f64=*/false, args);
-    const at::Tensor workspace = empty_workspace(flash_attention_workspace(args), device);
-    flash_attention(args, workspace.mutable_data_ptr<double>(), stream);
-  });
-}
-
 // As kernels take them. The scales are copied where they are not contiguous.
 struct GradientsOnDevice {
   AllGradients all;
@@ -169,6 +161,17 @@ void rows_of_function(FunctionRows& args, const GridTensors& grid, const UnitGra
     const GridOnDevice values(grid, /*f64=*/false, args);
     const at::Tensor workspace = empty_workspace(function_rows_workspace(args), device);
     function_rows(args, unit, all, workspace.mutable_data_ptr<double>(), stream);
+  });
+}
+
+void whole_attention(FlashAttention& args, const GridTensors& grid, const UnitGradients& unit,
+                     at::ArrayRef<GradientOfSums> before, c10::Device device) {
+  const GradientsOnDevice given(before);
+  const AllGradients& all = given.all;
+  on_stream(device, [&](cudaStream_t stream) {
+    const GridOnDevice values(grid, /*f64=*/false, args);
+    const at::Tensor workspace = empty_workspace(flash_attention_workspace(args), device);
+    flash_attention(args, unit, all, workspace.mutable_data_ptr<double>(), stream);
   });
 }
 
@@ -231,8 +234,8 @@ const DeviceKernels kDeviceKernels = {
       on_stream(device, [&](cudaStream_t stream) { rescale(h, u, stream); });
     },
     weights_of_attention,
-    whole_attention,
-    rows_of_function};
+    rows_of_function,
+    whole_attention};
 
 }  // namespace cuda
 }  // namespace qtoolkit

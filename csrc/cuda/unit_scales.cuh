@@ -17,5 +17,13 @@ QT_DEVICE void small_tensors_at(const UnitScales& u, int64_t i) {
   });
 }
 
+// The scale of a whole tensor, which each thread makes and one of them writes, or which is made before.
+QT_DEVICE float made_scale(const TrainedScale& made, const void* scale) {
+  if (made.start == nullptr) return __ldg(static_cast<const float*>(scale));
+  const float result = trained_scale_at<float>(made, 0);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *static_cast<float*>(made.scale) = result;
+  return result;
+}
+
 }  // namespace cuda
 }  // namespace qtoolkit

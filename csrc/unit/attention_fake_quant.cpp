@@ -7,6 +7,9 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/masked_fill.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/softmax.h>
 
 #include "../launch.h"
@@ -50,6 +53,8 @@ void check_attention(const char* op, const Attention& a) {
                     " and ", v.sym_size(-2), ".");
   TORCH_CHECK_TYPE(is_float_dtype(a.dtype), op, ": dtype must be float32, float64, bfloat16 or float16, got ", a.dtype,
                    ".");
+  TORCH_CHECK_VALUE(a.dropout >= 0 && a.dropout <= 1, op, ": dropout must be a probability from 0 to 1, got ",
+                    a.dropout, ".");
 }
 
 // ---- batches of matrices
@@ -113,7 +118,11 @@ Tensor shaped_as(const Tensor& matrices, const Tensor& batch) {
 }
 
 Tensor scores_of(const Attention& a, const Matrices& m) {
-  const Tensor scores = at::bmm(m.q, m.k.transpose(1, 2));
+  Tensor scores = at::bmm(m.q, m.k.transpose(1, 2));
+  if (a.causal) {
+    const Tensor hidden = at::ones({scores.size(1), scores.size(2)}, scores.options().dtype(at::kBool)).triu(1);
+    scores = at::masked_fill(scores, hidden, -std::numeric_limits<double>::infinity());
+  }
   if (!a.mask.has_value()) return scores;
   Tensor mask = *a.mask;
   if (has_kernel(a) && mask.size(-1) != 1) mask = at::constant_pad_nd(mask, {0, scores.size(2) - mask.size(-1)});
@@ -243,6 +252,9 @@ struct FlashCall {
     args.k = rows_of(a.k, a.dtype);
     args.v = rows_of(a.v, a.dtype);
     if (a.mask.has_value()) args.mask = mask_of(a, kept.emplace_back());
+    args.causal = a.causal;
+    args.dropout = a.dropout;
+    if (a.seed.has_value()) args.seed = a.seed->const_data_ptr<int64_t>();
     if (a.weights_scale.has_value()) args.bounds = representable(a.weights.qmin, a.weights.qmax, q);
     args.dtype = a.dtype == at::kHalf ? Dtype::f16 : Dtype::bf16;
   }
@@ -273,14 +285,17 @@ struct FlashCall {
 
   void launch(const Attention& a) {
     const c10::Device device = a.q.shaped().device();
-    on(device).flash_attention(args, {pointer(a.weights_scale), pointer(a.weights.zero_point)}, device);
+    on(device).flash_attention(args, {pointer(a.weights_scale), pointer(a.weights.zero_point)}, {}, {}, device);
   }
 };
 
-Tensor flash_forward(Attention& a) {
+Tensor flash_forward(Attention& a, const Scales& scales) {
+  const at::TensorOptions options = a.q.shaped().options();
+  if (a.dropout > 0) a.seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, options.dtype(at::kLong));
   FlashCall call(a);
+  if (scales.unmade.has_value()) call.args.made = scales.unmade->output;
   const Tensor y = call.result(a.q, a.v, a);
-  a.statistics = at::empty({2, call.args.batch * call.args.queries}, y.options().dtype(at::kFloat));
+  a.statistics = at::empty({2, call.args.batch * call.args.queries}, options.dtype(at::kFloat));
   call.args.statistics = a.statistics->mutable_data_ptr<float>();
   call.args.y = y.mutable_data_ptr();
   call.launch(a);
@@ -300,7 +315,16 @@ std::array<Tensor, 3> flash_backward(const Attention& a, const Tensor& grad, Gri
   call.args.dk = gradients[1].mutable_data_ptr();
   call.args.dv = gradients[2].mutable_data_ptr();
   call.args.sums = sums_for(a, a.weights_scale, of_grid);
-  call.launch(a);
+  if (call.args.sums == nullptr) {
+    call.launch(a);
+    return gradients;
+  }
+  LaterGradients& later = of_grid.later;
+  later.attention = call.args;
+  later.scale = a.weights_scale;
+  later.zero_point = a.weights.zero_point;
+  later.kept.append(call.kept.begin(), call.kept.end());
+  later.kept.append({dots, gradients[0], gradients[1], gradients[2]});
   return gradients;
 }
 
@@ -334,13 +358,20 @@ void attention_fake_quant(const c10::OperatorHandle& /*op*/, Stack* stack) {
   TORCH_CHECK_VALUE(a.q.values.has_value() && a.k.values.has_value() && a.v.values.has_value(), kOp,
                     ": q, k and v must be given, got None.");
   check_attention(kOp, a);
+  const bool flash = is_flash(a);
+  TORCH_CHECK_NOT_IMPLEMENTED(a.dropout == 0 || flash, kOp, ": dropout must be 0 where fits_dropout() is false, got ",
+                              a.dropout, "; drop weights by torch.nn.functional.dropout between two products.");
   const UnitParts parts = {kOp, nullptr, nullptr, nullptr, &a.weights.trained};
   check_parts(parts, 0);
   const WithoutAutocast guard;
-  if (a.weights.trained.start.has_value()) a.weights_scale = make_scales(parts, {}).y_scale;
+  Scales scales;
+  if (const optional<Tensor>& start = a.weights.trained.start; start.has_value()) {
+    scales = make_scales(parts, {}, {}, flash && start->scalar_type() == at::kFloat ? Made::later : Made::now);
+    a.weights_scale = scales.y_scale;
+  }
   Tensor y;
-  if (is_flash(a)) {
-    y = flash_forward(a);
+  if (flash) {
+    y = flash_forward(a, scales);
   } else {
     const Matrices m(a);
     const Weights w = weights_of(a, m, a.weights_scale, {});
@@ -385,6 +416,18 @@ void attention_fake_quant_backward(const c10::OperatorHandle& /*op*/, Stack* sta
 }
 
 }  // namespace
+
+bool fits_dropout(const Tensor& q, const Tensor& k, const Tensor& v, const optional<Tensor>& mask,
+                  at::ScalarType dtype) {
+  Attention a;
+  a.q.values = q;
+  a.k.values = k;
+  a.v.values = v;
+  a.mask = mask;
+  a.dtype = dtype;
+  a.keeps_softmax = false;
+  return is_flash(a);
+}
 
 QT_REGISTER_BODIES(m) {
   m.impl("attention_fake_quant", torch::CppFunction::makeFromBoxedFunction<&attention_fake_quant>());

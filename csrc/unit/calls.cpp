@@ -187,7 +187,8 @@ void register_units(torch::Library& library) {
   register_unit<FunctionUnit>(library);
   library.class_<AttentionUnit>(AttentionUnit::kClass)
       .def(torch::init(&make_unit<AttentionUnit>), "", {torch::arg("fields"), torch::arg("varying")})
-      .def("call", &call_attention);
+      .def("call", &call_attention)
+      .def_static("fits_dropout", &fits_dropout);
 }
 
 }  // namespace qtoolkit

@@ -31,6 +31,7 @@ struct FlashAttention {
   bool causal = false;          // query i has the keys up to i
   const void* scale = nullptr;  // one float, or null: the weights are not rounded
   const void* zero_point = nullptr;
+  TrainedScale made;  // what the scale is made of, which forward writes; without a start it is made before
   CodeBounds bounds;
   double dropout = 0;             // the probability with which a weight becomes zero
   const int64_t* seed = nullptr;  // of dropout

@@ -262,9 +262,11 @@ struct AttentionUnit : CalledUnit {
   std::optional<at::Tensor> mask;
   at::ScalarType dtype;
   bool keeps_softmax;
+  bool causal;     // query i takes the keys up to i
+  double dropout;  // the probability with which a weight becomes zero, after its rounding; where fits_dropout() is true
   OutputQuantizer weights;
 
-  std::optional<at::Tensor> weights_scale, softmax, statistics;  // of backward alone
+  std::optional<at::Tensor> weights_scale, softmax, statistics, seed;  // of backward alone
 
   at::Tensor first() const { return tensor_in(q.values); }
   void note(const AttentionUnit& /*of_step*/, const at::Tensor& /*y*/) {}
@@ -296,6 +298,8 @@ struct AttentionUnit : CalledUnit {
   void numbers(Visit&& visit) {
     visit("dtype", dtype);
     visit("keeps_softmax", keeps_softmax);
+    visit("causal", causal);
+    visit("dropout", dropout);
     visit("weights_qmin", weights.qmin);
     visit("weights_qmax", weights.qmax);
     visit("weights_grad_factor", weights.grad_factor);
@@ -311,8 +315,13 @@ struct AttentionUnit : CalledUnit {
     visit("weights_scale", weights_scale, kConstant);
     visit("softmax", softmax, kConstant);
     visit("statistics", statistics, kConstant);
+    visit("seed", seed, kConstant);
   }
 };
+
+// Whether the op may drop weights of an attention with these operands: CUDA's kernel alone does.
+bool fits_dropout(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
+                  at::ScalarType dtype);
 
 // ---- the ops
 

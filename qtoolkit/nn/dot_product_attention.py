@@ -121,8 +121,9 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         q, of_q = quantized_for(run, self.training_arithmetic, self.query_quantizer, query * scale)
         k, of_k = self._heads_of(query, *quantized_for(run, self.training_arithmetic, self.key_quantizer, key))
         v, of_v = self._heads_of(query, *quantized_for(run, self.training_arithmetic, self.value_quantizer, value))
-        one_op = attn_mask is None and not self.is_causal
-        y, _ = self._attend(run, (q, k, v), (of_q, of_k, of_v), self._summand(attn_mask, q, k), in_one_op=one_op)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = as_summand(~attn_mask, query.dtype)
+        y, _ = self._attend(run, (q, k, v), (of_q, of_k, of_v), attn_mask, causal=self.is_causal, in_one_op=True)
         return y
 
     def _heads_of(self, query: Tensor, x: Tensor, input_codes: TensorCodes | None) -> tuple[Tensor, TensorCodes | None]:
@@ -130,9 +131,3 @@ class QuantScaledDotProductAttention(QuantModule, ScaledDotProductAttention, Att
         if not self.enable_gqa:
             return x, input_codes
         return x.repeat_interleave(query.size(-3) // x.size(-3), -3), None
-
-    def _summand(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return the summand of the scores, or None."""
-        if self.is_causal:
-            mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-        return as_summand(~mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask

@@ -54,20 +54,28 @@ class Attends(TrainsOnCodes):
         operand_codes: Sequence[TensorCodes | None],
         mask: Tensor | None = None,
         *,
+        causal: bool = False,
         in_one_op: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attended values, and the attention weights, quantized and with dropout in training.
 
         `mask` is added to the scores before the softmax. A row of it that masks all keys gives zeros, as in torch's function,
-        not the NaN of a softmax. With `in_one_op` one op may do all, which returns no attention weights.
+        not the NaN of a softmax. If `causal`, a query takes the keys up to its own place. With `in_one_op` one op may do all,
+        which returns no attention weights.
         """
         (q, k, v), arithmetic, (of_scores, of_values) = operands, self.training_arithmetic, self.products
         mask, empty = _without_empty_rows(mask)
-        if in_one_op and not (self.dropout_p and self.training):
+        if in_one_op:
             sources = (*of_scores, of_values[1])
-            y = quantized_attention(run, operands, sources, operand_codes, mask, self.softmax_quantizer, arithmetic)
+            how = {"causal": causal, "dropout": self.dropout_p if self.training else 0.0}
+            y = quantized_attention(
+                run, operands, sources, operand_codes, mask, self.softmax_quantizer, arithmetic, **how
+            )
             if y is not None:
                 return _with_zeros(y, empty), None
+        if causal:
+            hidden = as_summand(_after_query(q, k), q.dtype)
+            mask = hidden if mask is None else mask + hidden
         scores = product(run, torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic)
         weights = _with_zeros(torch.softmax(scores if mask is None else scores + mask, dim=-1), empty)
         dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
@@ -82,12 +90,16 @@ def quantized_attention(
     mask: Tensor | None,
     quantizer: Quantizer | None,
     arithmetic: TrainingArithmetic,
+    *,
+    causal: bool,
+    dropout: float,
 ) -> Tensor | None:
     """Return softmax(query key^T + mask) on the grid of a quantizer, times the value.
 
-    Backward keeps the operands as integers. On CUDA it computes the softmax again by one kernel; on a CPU it keeps it,
-    since that takes 2 % of the step of a small transformer. Values and gradients are the same as of the ops one by one: bit for
-    bit on a CPU, and on CUDA up to the order of the sums of gradients.
+    Backward keeps the operands as integers. On CUDA it computes the softmax again, in 16 bits by kernels that never write it;
+    on a CPU it keeps it, since that takes 2 % of the step of a small transformer. Values and gradients are those of the ops
+    one by one: bit for bit on a CPU, on CUDA up to the order of sums, and in 16 bits up to the rounding of products, which
+    are rounded less often.
 
     Args:
         run: What runs the forward.
@@ -98,6 +110,8 @@ def quantized_attention(
         mask: Added to the scores, or None.
         quantizer: Of the weights, or None.
         arithmetic: How to compute, and what to keep.
+        causal: Whether a query takes the keys up to its own place alone.
+        dropout: The probability with which a weight becomes zero.
 
     Returns:
         (..., target, features of the value); None where the op may not compute it.
@@ -106,22 +120,27 @@ def quantized_attention(
         return None
     if quantizer is not None and not may_be_in_op(quantizer, run):
         return None
-    query = operands[0]
+    query, of_class = operands[0], torch.classes.qtoolkit.AttentionUnit
+    if dropout and not of_class.fits_dropout(*operands, mask, autocast_type(query)):
+        return None
     grid = grid_of(output_grid(run, quantizer, _scores_like(*operands[:2])))
     tensors: list[Tensor | None] = [mask, grid.start, grid.ratio, grid.rate, grid.zero_point]
     for operand, source, of_operand in zip(operands, sources, operand_codes, strict=True):
         found = tensor_codes_of(run, operand, source, of_operand)
         tensors += [operand, *of_codes(None if found is None else found.of_whole(operand, packs=False))]
     numbers = {name: getattr(grid, name) for name in ("qmin", "qmax", "grad_factor", "float16")}
-    unit = _unit(autocast_type(query), query.is_cpu, grid.is_learned, **numbers)
+    unit = _unit(autocast_type(query), query.is_cpu, grid.is_learned, causal, dropout, **numbers)
     y: Tensor = unit.call(tensors)
     return y
 
 
 @functools.lru_cache(MOST_UNITS)
-def _unit(dtype: torch.dtype, keeps_softmax: bool, learned: bool, **of_weights: float) -> Any:
+def _unit(
+    dtype: torch.dtype, keeps_softmax: bool, learned: bool, causal: bool, dropout: float, **of_weights: float
+) -> Any:
     """Return the library's unit of attentions with these numbers, to be called with `TENSORS`."""
     fields = {**dict.fromkeys(TENSORS), "dtype": dtype, "keeps_softmax": keeps_softmax, "learned": learned}
+    fields |= {"causal": causal, "dropout": float(dropout)}
     fields |= {f"weights_{name}": number for name, number in of_weights.items()}
     return torch.classes.qtoolkit.AttentionUnit(fields, TENSORS)
 
@@ -156,6 +175,11 @@ def _fits(run: Run, operands: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
     query = operands[0]
     same = all((x.dtype, x.device, x.shape[:-2]) == (query.dtype, query.device, query.shape[:-2]) for x in operands)
     return same and query.dim() >= 3 and all(x.numel() for x in operands)
+
+
+def _after_query(query: Tensor, key: Tensor) -> Tensor:
+    """Return which keys come after a query: (target, source)."""
+    return torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
 
 
 def _is_constant(run: Run, mask: Tensor) -> bool:

@@ -57,6 +57,8 @@ def by_op(
     dtype: torch.dtype,
     codes: bool = True,
     keeps: bool = False,
+    causal: bool = False,
+    dropout: float = 0.0,
 ) -> Tensor:
     known = codes_of(values) if codes else {}
     names = (f"{name}_{part}" for name in values for part in ("codes", "scale", "zero_point"))
@@ -66,6 +68,8 @@ def by_op(
         "mask": mask,
         "dtype": dtype,
         "keeps_softmax": keeps,
+        "causal": causal,
+        "dropout": dropout,
     }
     given |= {f"weights_{name}": value for name, value in grid.items()}
     given |= {"weights_qmin": QMIN, "weights_qmax": QMAX, "weights_grad_factor": 0.5, "weights_float16": False}
@@ -73,8 +77,14 @@ def by_op(
     return units.call("attention_fake_quant", **given, learned=learned)[0]
 
 
-def one_by_one(values: dict[str, Tensor], grid: dict, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The ops that torch and the package have, as nn.MultiheadAttention calls them."""
+def one_by_one(
+    values: dict[str, Tensor],
+    grid: dict,
+    mask: Tensor | None,
+    dtype: torch.dtype,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """The ops that torch and the package have, as nn.MultiheadAttention calls them; weights are multiplied by `kept`."""
     q, k, v = (value.to(dtype) for value in values.values())
     scores = torch.matmul(q, k.transpose(-2, -1))
     scores = scores if mask is None else scores + mask
@@ -84,7 +94,8 @@ def one_by_one(values: dict[str, Tensor], grid: dict, mask: Tensor | None, dtype
         if grid["ratio"] is not None:
             scale = torch.ops.qtoolkit.positive_scale(scale, grid["ratio"], grid["rate"])
         weights = ops.fake_quant(weights, scale, grid["zero_point"], QMIN, QMAX, grad_factor=0.5)
-    return torch.matmul(weights.to(dtype), v)
+    weights = weights.to(dtype)
+    return torch.matmul(weights if kept is None else weights * kept, v)
 
 
 def gradients(y: Tensor, values: dict[str, Tensor], grid: dict) -> list[Tensor]:

@@ -148,7 +148,8 @@ def sample(op: str, x: Tensor) -> dict:
         on_grid = (floats(x.dtype, seed)(2, 5, 4) / 10).round().clamp(-8, 7)
         attention |= {name: on_grid * 0.5, f"{name}_codes": on_grid.to(torch.int8)}
         attention |= {f"{name}_scale": torch.tensor(0.5), f"{name}_zero_point": None}
-    attention |= {"mask": torch.linspace(-1, 1, 5), "dtype": x.dtype, "keeps_softmax": False, "learned": True}
+    attention |= {"mask": torch.linspace(-1, 1, 5), "dtype": x.dtype, "keeps_softmax": False, "causal": False}
+    attention |= {"dropout": 0.0, "learned": True}
     of_weights = {"start": torch.tensor(0.004), "ratio": torch.ones(()), "rate": None, "zero_point": None}
     of_weights |= {"qmin": 0, "qmax": 200, "grad_factor": 0.5, "float16": False}
     attention |= {f"weights_{name}": value for name, value in of_weights.items()}
