@@ -121,7 +121,8 @@ struct DeviceKernels {
   // element: first `before`, and then those of the unit.
   void (*function_rows)(FunctionRows& args, const GridTensors& grid, const UnitGradients& unit,
                         at::ArrayRef<GradientOfSums> before, c10::Device device);
-  // A whole attention, and its gradients; likewise.
+  // A whole attention, and its gradients, likewise, on a device that multiplies matrices of 16 bits.
+  bool (*has_flash_attention)(c10::Device device);
   void (*flash_attention)(FlashAttention& args, const GridTensors& grid, const UnitGradients& unit,
                           at::ArrayRef<GradientOfSums> before, c10::Device device);
 };

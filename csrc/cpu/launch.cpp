@@ -430,7 +430,9 @@ const DeviceKernels kDeviceKernels = {
       u.f64 ? take_factors<double>(u) : take_factors<float>(u);
     },
     /*attention_weights=*/nullptr,
-    /*function_rows=*/nullptr};
+    /*function_rows=*/nullptr,
+    [](c10::Device) { return false; },
+    /*flash_attention=*/nullptr};
 
 }  // namespace cpu
 }  // namespace qtoolkit

@@ -1,7 +1,7 @@
 // The weights of an attention and their gradients on CUDA. A row of scores stays in the registers of a warp, or of a
 // block, so that backward reads scores and gradients once.
+#include "../fake_quant.h"
 #include "../unit/attention_weights.h"
-#include "attention_grid.cuh"
 #include "kernels.h"
 #include "loops.cuh"
 #include "rows.cuh"
@@ -61,7 +61,13 @@ __global__ void __launch_bounds__(kThreads, kMost == 8  ? 3
                                                         : 2)
     attention_weights_kernel(const __grid_constant__ AttentionWeights args, double* parts) {
   constexpr int kRows = kThreads / kTeam;
-  const AttentionGrid grid(args, {});
+  const bool rounds = args.scale != nullptr;
+  const float scale = rounds ? usable_scale(__ldg(static_cast<const float*>(args.scale))) : 1.0f;
+  const float* zero = static_cast<const float*>(args.zero_point);
+  const float zero_point = zero == nullptr ? 0.0f : usable_zero_point(__ldg(zero));
+  const float lo = static_cast<float>(args.bounds.lo), hi = static_cast<float>(args.bounds.hi);
+  const Divisor divisor(scale);
+  const bool divides_weights = divisor.most >= 1;  // which are at most 1
   Pair total = {0, 0};
   // All threads of a block take part in each reduction, those of a row that there is not too.
   for (int64_t first = int64_t{blockIdx.x} * kRows; first < args.rows; first += int64_t{gridDim.x} * kRows) {
@@ -75,20 +81,31 @@ __global__ void __launch_bounds__(kThreads, kMost == 8  ? 3
     if constexpr (kBackward) {
       each_element<kTeam, kMost>(length, [&](int i, int place) { grads[i] = to_arithmetic<float>(grad[place]); });
     }
-    softmax_of_row<kTeam>(length, grid.is_coarse(), weights);
+    softmax_of_row<kTeam>(length, rounds && scale >= 0x1p-30f, weights);
     Y* to = row_of<Y>(args.weights, row);
     float dot = 0, of_scale = 0, of_zero_point = 0;
-    grid.with_rounding([&](const auto& by) {
+    const auto round_by = [&](auto by) {
       each_element<kTeam, kMost>(length, [&](int i, int place) {
-        const auto point = by.point(weights[i]);
-        to[place] = from_arithmetic<Y>(by.value(point));
+        const auto point = snap(weights[i], by, zero_point, lo, hi);
+        to[place] = from_arithmetic<Y>(value_of(point.code, scale, zero_point));
         if constexpr (kBackward) {
-          by.add_terms(point, grads[i], of_scale, of_zero_point);
-          grads[i] = by.passes(point) ? grads[i] : 0.0f;
+          of_scale += scale_gradient(point, grads[i], zero_point);
+          of_zero_point += zero_point_gradient<float>(point, grads[i], scale);
+          grads[i] = is_inside(point) ? grads[i] : 0.0f;
           dot += grads[i] * weights[i];
         }
       });
-    });
+    };
+    if (!rounds) {
+      each_element<kTeam, kMost>(length, [&](int i, int place) {
+        to[place] = from_arithmetic<Y>(weights[i]);
+        if constexpr (kBackward) dot += grads[i] * weights[i];
+      });
+    } else if (divides_weights) {
+      round_by(divisor);
+    } else {
+      round_by(scale);
+    }
     if (length > 0) clear_gap<kTeam>(to, length, args.weights.stride);
     if constexpr (kBackward) {
       dot = join_row<RowSum, kTeam>(dot);

@@ -3,11 +3,14 @@
 // them holds 16 queries, or 16 keys, and what is computed for them in registers.
 #include <cuda_pipeline_primitives.h>
 
+#include "../fake_quant.h"
+#include "../passed_interval.h"
 #include "../unit/flash_attention.h"
-#include "attention_grid.cuh"
+#include "divisor.cuh"
 #include "gradients.cuh"
 #include "kernels.h"
 #include "mma.cuh"
+#include "unit_scales.cuh"
 
 namespace qtoolkit {
 namespace cuda {
@@ -147,18 +150,50 @@ QT_DEVICE void store_rows(const typename Shape::Results& rows, typename Shape::T
 
 // ---- scores and weights
 
-// What scores of a matrix of the batch are, and the weights behind them.
+template <int kRows, class F>
+QT_DEVICE void each_score(F f) {
+#pragma unroll
+  for (int n = 0; n < kRows / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(n, i, own_row(i / 2), n * 8 + lane_pair() + i % 2);
+  }
+}
+
+// What happens to scores and weights at their places in a matrix of the batch.
 template <class T>
-class Scores {
+class Places {
  public:
-  __device__ Scores(const FlashAttention& args, int64_t matrix) : args_(args), matrix_(matrix) {
+  __device__ Places(const FlashAttention& args, int64_t matrix) : args_(args), matrix_(matrix) {
     mask_ = (matrix / args.mask.inner) * args.mask.outer_stride + (matrix % args.mask.inner) * args.mask.inner_stride;
     dropped_ = static_cast<uint64_t>(args.dropout * 4294967296.0);
     factor_ = args.dropout >= 1 ? 0.0f : static_cast<float>(1 / (1 - args.dropout));
     seed_ = args.seed == nullptr ? 0 : static_cast<uint64_t>(__ldg(args.seed));
   }
 
-  // Of a product of query and key. Queries that there are not have zeros, so that nothing becomes NaN.
+  // Makes scores of the products of rows, from `first_query` and `first_key` on; queries are the rows, or kKeys are.
+  template <bool kKeys, int kRows>
+  __device__ __forceinline__ void mask(int first_query, int first_key, ResultFragment (&products)[kRows / 8]) const {
+    const int queries = kKeys ? kRows : kOwnRows, keys = kKeys ? kOwnRows : kRows;
+    const bool whole = first_query + queries <= args_.queries && first_key + keys <= args_.keys;
+    if (whole && args_.mask.data == nullptr && !(args_.causal && first_key + keys - 1 > first_query)) return;
+    each_score<kRows>([&](int n, int i, int row, int column) {
+      products[n].v[i] =
+          masked(products[n].v[i], first_query + (kKeys ? column : row), first_key + (kKeys ? row : column));
+    });
+  }
+
+  // Multiplies weights, or their gradients, by what dropout leaves of them.
+  template <bool kKeys, int kRows>
+  __device__ __forceinline__ void drop(int first_query, int first_key, ResultFragment (&weights)[kRows / 8]) const {
+    if (args_.seed == nullptr) return;
+    each_score<kRows>([&](int n, int i, int row, int column) {
+      const int query = first_query + (kKeys ? column : row), key = first_key + (kKeys ? row : column);
+      weights[n].v[i] *= is_dropped(query, key) ? 0.0f : factor_;
+    });
+  }
+
+ private:
+  // Queries that there are not have zeros, so that nothing becomes NaN.
   __device__ __forceinline__ float masked(float product, int query, int key) const {
     if (query >= args_.queries) return 0.0f;
     if (key >= args_.keys || (args_.causal && key > query)) return -INFINITY;
@@ -169,56 +204,95 @@ class Scores {
                           : to_arithmetic<float>(static_cast<const T*>(args_.mask.data)[place]));
   }
 
-  // By what a weight is multiplied: a number of dropout's (SplitMix64, Steele, Lea and Flood, OOPSLA 2014), of the
-  // place.
-  __device__ __forceinline__ float dropout(int query, int key) const {
-    if (args_.seed == nullptr) return 1.0f;
+  // By the number that SplitMix64 has for the place (Steele, Lea and Flood, OOPSLA 2014).
+  __device__ __forceinline__ bool is_dropped(int query, int key) const {
     const uint64_t place = (static_cast<uint64_t>(matrix_) * args_.queries + query) * args_.keys + key;
     uint64_t bits = seed_ + (place + 1) * 0x9E3779B97F4A7C15u;
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
-    return ((bits ^ bits >> 31) >> 32) < dropped_ ? 0.0f : factor_;
+    return ((bits ^ bits >> 31) >> 32) < dropped_;
   }
 
- private:
   const FlashAttention& args_;
   int64_t matrix_, mask_;
   uint64_t dropped_, seed_;
   float factor_;
 };
 
-// e^(score - largest), where the largest may be that of no keys.
-QT_DEVICE float exponential(float score, float largest) { return ::exp2f((score - largest) * kLog2E); }
+// e^(score - largest), where `shift` is the largest score times log2 e: one operation and an instruction.
+QT_DEVICE float exponential(float score, float shift) {
+  float result = ::fmaf(score, kLog2E, -shift);
+#if __CUDA_ARCH__ >= 800
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(result));
+#endif
+  return result;
+}
 
-// Of a query: its largest score, and the inverse of the sum.
+// Of a query: the largest score times log2 e, and the inverse of the sum of all exponentials.
 struct Softmax {
-  float largest, inverse;
+  float shift, inverse;
 
-  __device__ __forceinline__ float weight(float score) const { return exponential(score, largest) * inverse; }
+  __device__ __forceinline__ float weight(float score) const { return exponential(score, shift) * inverse; }
 };
 
 // The largest of some scores, and the sum of their exponentials.
 struct RunningSoftmax {
   float largest = -INFINITY, sum = 0;
 
-  // Makes room for scores of up to `other`, and returns what is subtracted from scores.
+  // Makes room for scores of up to `other`, and returns by what scores are shifted.
   __device__ __forceinline__ float grow(float other) {
     const float before = largest;
     largest = ::fmaxf(largest, other);
-    const float shift = largest == -INFINITY ? 0.0f : largest;
+    const float shift = largest == -INFINITY ? 0.0f : largest * kLog2E;
     sum *= exponential(before, shift);
     return shift;
   }
 };
 
-template <int kRows, class F>
-QT_DEVICE void each_score(F f) {
-#pragma unroll
-  for (int n = 0; n < kRows / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) f(n, i, own_row(i / 2), n * 8 + lane_pair() + i % 2);
+// The grid of weights, which are from 0 to 1.
+class WeightGrid {
+ public:
+  __device__ explicit WeightGrid(const FlashAttention& args)
+      : rounds_(args.scale != nullptr), scale_(rounds_ ? usable_scale(made_scale(args.made, args.scale)) : 1.0f) {
+    const auto* zero = static_cast<const float*>(args.zero_point);
+    const float zero_point = zero == nullptr ? 0.0f : usable_zero_point(__ldg(zero));
+    const float lo = static_cast<float>(args.bounds.lo), hi = static_cast<float>(args.bounds.hi);
+    low_ = lo - zero_point;
+    high_ = hi - zero_point;
+    float* interval = args.statistics + 2 * args.batch * args.queries;
+    if (args.is_backward()) {
+      above_ = interval[0];
+      below_ = interval[1];
+    } else if (blockIdx.x == 0 && threadIdx.x == 0) {
+      interval[0] = rounds_ ? passed_above(scale_.value, zero_point, lo, hi) : -INFINITY;
+      interval[1] = rounds_ ? passed_below(scale_.value, zero_point, lo, hi) : INFINITY;
+    }
   }
-}
+
+  __device__ float scale() const { return scale_.value; }
+  __device__ __forceinline__ float value(float weight) const {
+    return rounds_ ? steps(weight / scale_) * scale_.value : weight;
+  }
+  // Whether the gradient passes; in backward.
+  __device__ __forceinline__ bool passes(float weight) const { return above_ < weight && weight < below_; }
+  // The derivative of the value with respect to the scale.
+  __device__ __forceinline__ float of_scale(float weight) const {
+    const float quotient = weight / scale_;
+    return steps(quotient) - (passes(weight) ? quotient : 0.0f);
+  }
+
+ private:
+  // The code less the zero point, as snap() has it: bounds are integers, so that it may be clamped first. Then an
+  // addition rounds it, which is faster than the instruction.
+  __device__ __forceinline__ float steps(float quotient) const {
+    constexpr float kIntegers = 0x1.8p23f;  // the next numbers are integers
+    return (clamp(quotient, low_, high_) + kIntegers) - kIntegers;
+  }
+
+  bool rounds_;
+  Divisor scale_;
+  float low_, high_, above_ = 0, below_ = 0;
+};
 
 template <class T, int kCount>
 QT_DEVICE void to_left(const ResultFragment (&from)[2 * kCount], LeftFragment (&to)[kCount]) {
@@ -236,14 +310,11 @@ QT_DEVICE void products(Left left_at, const typename Shape::T* tile, typename Sh
 
 // ---- kernels
 
-// Whether a weight of zero stays one: keys that a causal mask hides need not be looked at then.
-QT_DEVICE bool keeps_zero(const AttentionGrid& grid) { return grid.value(grid.near().point(0.0f), 0.0f) == 0; }
-
-// The tiles of keys that the queries of a block look at.
+// The tiles of keys that the queries of a block look at: all, where hidden weights, which are zero, become others.
 template <class Shape>
-QT_DEVICE int tiles_of_keys(const FlashAttention& args, const AttentionGrid& grid, int first) {
+QT_DEVICE int tiles_of_keys(const FlashAttention& args, const WeightGrid& grid, int first) {
   int64_t keys = args.keys;
-  if (args.causal && keeps_zero(grid)) keys = least(keys, int64_t{first} + kOwnRows);
+  if (args.causal && grid.value(0.0f) == 0) keys = least(keys, int64_t{first} + kOwnRows);
   return static_cast<int>(divide_up(keys, Shape::kRows));
 }
 
@@ -264,9 +335,9 @@ __global__ void __launch_bounds__(kFlashThreads, 2) flash_forward_kernel(const _
   using Shape = Tiles<T, kFeatures>;
   extern __shared__ uint4 flash_memory[];
   T* tiles = reinterpret_cast<T*>(flash_memory);
-  const AttentionGrid grid(args, args.made);
+  const WeightGrid grid(args);
   const OwnRows own(args.queries);
-  const Scores<T> scores(args, own.matrix);
+  const Places<T> places(args, own.matrix);
   const int count = tiles_of_keys<Shape>(args, grid, own.first);
   typename Shape::Lefts q;
   take_left<Shape>(args.q, own, args.queries, tiles, q);
@@ -280,11 +351,9 @@ __global__ void __launch_bounds__(kFlashThreads, 2) flash_forward_kernel(const _
   for_tiles(0, count, load_keys, [&](int tile, int stage) {
     typename Shape::Scores s;
     products<Shape>(of_q, keys_at(stage), s);
+    places.template mask<false, Shape::kRows>(own.first, tile * Shape::kRows, s);
     float largest[2] = {-INFINITY, -INFINITY};
-    each_score<Shape::kRows>([&](int n, int i, int row, int column) {
-      s[n].v[i] = scores.masked(s[n].v[i], own.first + row, tile * Shape::kRows + column);
-      largest[i / 2] = ::fmaxf(largest[i / 2], s[n].v[i]);
-    });
+    each_score<Shape::kRows>([&](int n, int i, int, int) { largest[i / 2] = ::fmaxf(largest[i / 2], s[n].v[i]); });
     const float shift[2] = {running[0].grow(largest[0]), running[1].grow(largest[1])};
     each_score<Shape::kRows>(
         [&](int n, int i, int, int) { running[i / 2].sum += exponential(s[n].v[i], shift[i / 2]); });
@@ -296,13 +365,14 @@ __global__ void __launch_bounds__(kFlashThreads, 2) flash_forward_kernel(const _
     for (int lanes = 1; lanes < 4; lanes *= 2) {
       const float largest = __shfl_xor_sync(~0u, running[half].largest, lanes);
       const float sum = __shfl_xor_sync(~0u, running[half].sum, lanes);
-      running[half].sum += sum * exponential(largest, running[half].grow(largest));
+      const float shift = running[half].grow(largest);
+      running[half].sum += sum * exponential(largest, shift);
     }
-    softmax[half] = {running[half].largest, 1 / running[half].sum};
+    softmax[half] = {running[half].largest * kLog2E, 1 / running[half].sum};
     const int query = own.first + own_row(half);
     if (lane_pair() == 0 && query < args.queries) {
       float* statistics = args.statistics + own.matrix * args.queries + query;
-      statistics[0] = softmax[half].largest;
+      statistics[0] = softmax[half].shift;
       statistics[args.batch * args.queries] = softmax[half].inverse;
     }
   }
@@ -315,11 +385,9 @@ __global__ void __launch_bounds__(kFlashThreads, 2) flash_forward_kernel(const _
   for_tiles(0, count, load_both, [&](int tile, int stage) {
     typename Shape::Scores s;
     products<Shape>(of_q, keys_at(stage), s);
-    each_score<Shape::kRows>([&](int n, int i, int row, int column) {
-      const int query = own.first + row, key = tile * Shape::kRows + column;
-      const float weight = softmax[i / 2].weight(scores.masked(s[n].v[i], query, key));
-      s[n].v[i] = grid.value(grid.near().point(weight), weight) * scores.dropout(query, key);
-    });
+    places.template mask<false, Shape::kRows>(own.first, tile * Shape::kRows, s);
+    each_score<Shape::kRows>([&](int n, int i, int, int) { s[n].v[i] = grid.value(softmax[i / 2].weight(s[n].v[i])); });
+    places.template drop<false, Shape::kRows>(own.first, tile * Shape::kRows, s);
     typename Shape::ScoresLeft weights;
     to_left<T>(s, weights);
     multiply_tile<T, Shape::kStride, Shape::kRows / 16, kFeatures>(weights, keys_at(stage) + Shape::kTile, y);
@@ -334,10 +402,9 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
   using Shape = Tiles<T, kFeatures>;
   extern __shared__ uint4 flash_memory[];
   T* tiles = reinterpret_cast<T*>(flash_memory);
-  const AttentionGrid grid(args, args.made);
-  const Rounded<Divisor> by = grid.near();
+  const WeightGrid grid(args);
   const OwnRows own(args.queries);
-  const Scores<T> scores(args, own.matrix);
+  const Places<T> places(args, own.matrix);
   const int count = tiles_of_keys<Shape>(args, grid, own.first);
   typename Shape::Lefts q, dy;
   take_left<Shape>(args.q, own, args.queries, tiles, q);
@@ -355,28 +422,35 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
     load_rows<Shape, Shape::kRows>(args.k, own.matrix, args.keys, first, keys_at(stage));
     load_rows<Shape, Shape::kRows>(args.v, own.matrix, args.keys, first, keys_at(stage) + Shape::kTile);
   };
-  // Calls f(n, i, the weight, its point on the grid, its gradient) for each weight of a tile.
-  const auto each_weight = [&](int tile, int stage, auto f) {
-    typename Shape::Scores s, of_weights;
-    products<Shape>([&](int k) { return q[k]; }, keys_at(stage), s);
-    products<Shape>([&](int k) { return dy[k]; }, keys_at(stage) + Shape::kTile, of_weights);
-    each_score<Shape::kRows>([&](int n, int i, int row, int column) {
-      const int query = own.first + row, key = tile * Shape::kRows + column;
-      const float weight = softmax[i / 2].weight(scores.masked(s[n].v[i], query, key));
-      f(n, i, weight, by.point(weight), of_weights[n].v[i] * scores.dropout(query, key));
-    });
+  // The weights of a tile, and their gradients.
+  const auto weights_of = [&](int tile, int stage, typename Shape::Scores& weights, typename Shape::Scores& grads) {
+    products<Shape>([&](int k) { return q[k]; }, keys_at(stage), weights);
+    products<Shape>([&](int k) { return dy[k]; }, keys_at(stage) + Shape::kTile, grads);
+    places.template mask<false, Shape::kRows>(own.first, tile * Shape::kRows, weights);
+    places.template drop<false, Shape::kRows>(own.first, tile * Shape::kRows, grads);
+    each_score<Shape::kRows>([&](int n, int i, int, int) { weights[n].v[i] = softmax[i / 2].weight(weights[n].v[i]); });
   };
 
   float dots[2] = {0, 0};
   Pair total = {0, 0};
   for_tiles(0, count, load_both, [&](int tile, int stage) {
-    float of_scale = 0, of_zero_point = 0;
-    each_weight(tile, stage, [&](int, int i, float weight, const GridPoint<float>& point, float grad) {
-      by.add_terms(point, grad, of_scale, of_zero_point);
-      dots[i / 2] += by.passes(point) ? grad * weight : 0.0f;
+    typename Shape::Scores weights, grads;
+    weights_of(tile, stage, weights, grads);
+    if (parts != nullptr) {
+      float sum = 0;
+      each_score<Shape::kRows>([&](int n, int i, int, int) { sum += grads[n].v[i] * grid.of_scale(weights[n].v[i]); });
+      total.first += sum;
+    }
+    if (parts != nullptr && args.zero_point != nullptr) {
+      float sum = 0;
+      each_score<Shape::kRows>(
+          [&](int n, int i, int, int) { sum += grid.passes(weights[n].v[i]) ? 0.0f : grads[n].v[i]; });
+      total.second -= sum * grid.scale();
+    }
+    each_score<Shape::kRows>([&](int n, int i, int, int) {
+      const float grad = grid.passes(weights[n].v[i]) ? grads[n].v[i] : 0.0f;
+      dots[i / 2] += grad * weights[n].v[i];
     });
-    total.first += of_scale;
-    total.second += of_zero_point;
   });
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -388,12 +462,14 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
 
   typename Shape::Results dq = {};
   for_tiles(0, count, load_both, [&](int tile, int stage) {
-    typename Shape::Scores of_scores;
-    each_weight(tile, stage, [&](int n, int i, float weight, const GridPoint<float>& point, float grad) {
-      of_scores[n].v[i] = weight * ((by.passes(point) ? grad : 0.0f) - dots[i / 2]);
+    typename Shape::Scores weights, grads;
+    weights_of(tile, stage, weights, grads);
+    each_score<Shape::kRows>([&](int n, int i, int, int) {
+      const float grad = grid.passes(weights[n].v[i]) ? grads[n].v[i] : 0.0f;
+      grads[n].v[i] = weights[n].v[i] * (grad - dots[i / 2]);
     });
     typename Shape::ScoresLeft left;
-    to_left<T>(of_scores, left);
+    to_left<T>(grads, left);
     multiply_tile<T, Shape::kStride, Shape::kRows / 16, kFeatures>(left, keys_at(stage), dq);
   });
   store_rows<Shape>(dq, tiles, own.matrix, args.queries, own.first, static_cast<int>(args.q.features), args.dq);
@@ -414,10 +490,9 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
   T* own_values = own_keys + Shape::kOwn;
   T* tiles = own_values + Shape::kOwn;
   float* numbers = reinterpret_cast<float*>(tiles + 4 * Shape::kTile);  // of queries, three each
-  const AttentionGrid grid(args, args.made);
-  const Rounded<Divisor> by = grid.near();
+  const WeightGrid grid(args);
   const OwnRows own(args.keys);
-  const Scores<T> scores(args, own.matrix);
+  const Places<T> places(args, own.matrix);
   load_rows<Shape, kOwnRows>(args.k, own.matrix, args.keys, own.first, own_keys);
   load_rows<Shape, kOwnRows>(args.v, own.matrix, args.keys, own.first, own_values);
   const auto queries_at = [&](int stage) { return tiles + 2 * stage * Shape::kTile; };
@@ -436,30 +511,31 @@ __global__ void __launch_bounds__(kFlashThreads, 2)
   };
 
   typename Shape::Results dk = {}, dv = {};
-  const int begin = args.causal && keeps_zero(grid) ? own.first / Shape::kRows : 0;
+  const int begin = args.causal && grid.value(0.0f) == 0 ? own.first / Shape::kRows : 0;
   const int end = static_cast<int>(divide_up(args.queries, Shape::kRows));
   for_tiles(begin, end, load_both, [&](int tile, int stage) {
     const int warp_row = threadIdx.x / 32 * 16;
-    typename Shape::Scores s, of_weights;
-    products<Shape>([&](int k) { return left_of_tile<Shape::kStride>(own_keys, warp_row, k * 16); }, queries_at(stage),
-                    s);
-    products<Shape>([&](int k) { return left_of_tile<Shape::kStride>(own_values, warp_row, k * 16); },
-                    queries_at(stage) + Shape::kTile, of_weights);
-    each_score<Shape::kRows>([&](int n, int i, int row, int column) {
-      const int query = tile * Shape::kRows + column, key = own.first + row;
+    const int first = tile * Shape::kRows;
+    typename Shape::Scores weights, grads;
+    const auto of_keys = [&](int k) { return left_of_tile<Shape::kStride>(own_keys, warp_row, k * 16); };
+    const auto of_values = [&](int k) { return left_of_tile<Shape::kStride>(own_values, warp_row, k * 16); };
+    products<Shape>(of_keys, queries_at(stage), weights);
+    products<Shape>(of_values, queries_at(stage) + Shape::kTile, grads);
+    places.template mask<true, Shape::kRows>(first, own.first, weights);
+    places.template drop<true, Shape::kRows>(first, own.first, grads);
+    each_score<Shape::kRows>([&](int n, int i, int, int column) {
       const float* of_query = numbers_at(stage) + column;
       const Softmax softmax = {of_query[0], of_query[Shape::kRows]};
-      const float weight = softmax.weight(scores.masked(s[n].v[i], query, key));
-      const float dropout = scores.dropout(query, key);
-      const GridPoint<float> point = by.point(weight);
-      const float grad = by.passes(point) ? of_weights[n].v[i] * dropout : 0.0f;
-      s[n].v[i] = grid.value(point, weight) * dropout;
-      of_weights[n].v[i] = weight * (grad - of_query[2 * Shape::kRows]);
+      const float weight = softmax.weight(weights[n].v[i]);
+      const float grad = grid.passes(weight) ? grads[n].v[i] : 0.0f;
+      grads[n].v[i] = weight * (grad - of_query[2 * Shape::kRows]);
+      weights[n].v[i] = grid.value(weight);
     });
+    places.template drop<true, Shape::kRows>(first, own.first, weights);
     typename Shape::ScoresLeft left;
-    to_left<T>(s, left);
+    to_left<T>(weights, left);
     multiply_tile<T, Shape::kStride, Shape::kRows / 16, kFeatures>(left, queries_at(stage) + Shape::kTile, dv);
-    to_left<T>(of_weights, left);
+    to_left<T>(grads, left);
     multiply_tile<T, Shape::kStride, Shape::kRows / 16, kFeatures>(left, queries_at(stage), dk);
   });
   store_rows<Shape>(dk, own_keys, own.matrix, args.keys, own.first, static_cast<int>(args.k.features), args.dk);

@@ -164,6 +164,13 @@ void rows_of_function(FunctionRows& args, const GridTensors& grid, const UnitGra
   });
 }
 
+// Whether a GPU has the instructions of mma.cuh.
+bool multiplies_matrices(c10::Device device) {
+  int generation = 0;
+  return cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device.index()) == cudaSuccess &&
+         generation >= 8;
+}
+
 void whole_attention(FlashAttention& args, const GridTensors& grid, const UnitGradients& unit,
                      at::ArrayRef<GradientOfSums> before, c10::Device device) {
   const GradientsOnDevice given(before);
@@ -235,6 +242,7 @@ const DeviceKernels kDeviceKernels = {
     },
     weights_of_attention,
     rows_of_function,
+    multiplies_matrices,
     whole_attention};
 
 }  // namespace cuda

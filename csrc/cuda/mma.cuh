@@ -23,7 +23,7 @@ QT_DEVICE int lane_pair() { return threadIdx.x % 4 * 2; }
 // of each, or with kTransposed of a column.
 template <bool kTransposed, class T>
 QT_DEVICE void load_matrices(const T* row, uint32_t (&v)[4]) {
-#if defined(__CUDA_ARCH__)
+#if __CUDA_ARCH__ >= 800
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -44,7 +44,7 @@ template <class T>
 QT_DEVICE void multiply(ResultFragment& sum, const LeftFragment& left, uint32_t right0, uint32_t right1) {
   float (&d)[4] = sum.v;
   const uint32_t (&a)[4] = left.v;
-#if defined(__CUDA_ARCH__)
+#if __CUDA_ARCH__ >= 800
   if constexpr (std::is_same_v<T, __half>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -77,7 +77,7 @@ bool has_kernel(const Attention& a) {
 bool is_flash(const Attention& a) {
   const Tensor &k = a.k.shaped(), &v = a.v.shaped();
   constexpr int64_t kMost = 1 << 30;  // of places, and of blocks of them
-  return is_for_kernels(a) && on(k.device()).flash_attention != nullptr && a.dtype != at::kFloat &&
+  return is_for_kernels(a) && on(k.device()).has_flash_attention(k.device()) && a.dtype != at::kFloat &&
          k.size(-1) <= kMostHeadFeatures && v.size(-1) <= kMostHeadFeatures && v.numel() > 0 &&
          a.q.shaped().numel() / k.size(-1) < kMost && k.numel() / k.size(-1) < kMost;
 }
@@ -295,7 +295,7 @@ Tensor flash_forward(Attention& a, const Scales& scales) {
   FlashCall call(a);
   if (scales.unmade.has_value()) call.args.made = scales.unmade->output;
   const Tensor y = call.result(a.q, a.v, a);
-  a.statistics = at::empty({2, call.args.batch * call.args.queries}, options.dtype(at::kFloat));
+  a.statistics = at::empty({2 * call.args.batch * call.args.queries + 2}, options.dtype(at::kFloat));
   call.args.statistics = a.statistics->mutable_data_ptr<float>();
   call.args.y = y.mutable_data_ptr();
   call.launch(a);

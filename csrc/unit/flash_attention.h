@@ -36,7 +36,8 @@ struct FlashAttention {
   double dropout = 0;             // the probability with which a weight becomes zero
   const int64_t* seed = nullptr;  // of dropout
 
-  // The largest score of each query, and then the inverse of the sum of each. Forward writes them.
+  // Forward writes them: the largest score of each query times log2 e, the inverses of the sums of their exponentials,
+  // and the interval of the weights whose gradient passes.
   float* statistics = nullptr;
   void* y = nullptr;  // (batch, queries, features of the value)
 
@@ -45,7 +46,7 @@ struct FlashAttention {
   float* dots = nullptr;   // memory for a number of each query
   double* sums = nullptr;  // of the gradients of scale and zero point; null if they are not wanted
 
-  bool is_backward() const { return grad.data != nullptr; }
+  constexpr bool is_backward() const { return grad.data != nullptr; }
 };
 
 // Of a query, a key or a value.

@@ -164,6 +164,7 @@ WRONG = {
     ),
     "scale of codes": ({"q_codes": torch.zeros(3, 5, 4, dtype=torch.int8)}, "q_codes require q_scale, got None"),
     "type of computation": ({"dtype": torch.int32}, "dtype must be float32, float64, bfloat16 or float16"),
+    "dropout": ({"dropout": 1.5}, "dropout must be a probability from 0 to 1, got 1.5"),
     "ratio": ({"weights_ratio": torch.ones(())}, "requires its start, got None"),
 }
 
@@ -175,6 +176,8 @@ def test_errors(wrong):
         "mask": None,
         "dtype": torch.float32,
         "keeps_softmax": False,
+        "causal": False,
+        "dropout": 0.0,
         "learned": False,
     }
     given |= {f"weights_{name}": value for name, value in grid_of("none", torch.float32).items()}

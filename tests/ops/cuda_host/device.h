@@ -238,6 +238,10 @@ inline void max_NaN_f32(float& to, float a, float b) {
 inline void min_NaN_f32(float& to, float a, float b) {
   to = a != a || b != b ? __builtin_bit_cast(float, 0x7fffffff) : a == b && std::signbit(b) ? b : b < a ? b : a;
 }
+inline void ex2_approx_ftz_f32(float& to, float a) {
+  const float power = std::exp2(a);
+  to = power < 0x1p-126f ? 0.0f : power;
+}
 inline void st_global_v4_b32(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) fault("misaligned address");
   const uint32_t words[] = {a, b, c, d};

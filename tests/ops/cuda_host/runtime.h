@@ -20,9 +20,13 @@ inline bool only_ends = false;         // the first and the last block alone: fo
 
 }  // namespace device
 
-enum Attribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaDevAttrComputeCapabilityMajor, cudaSuccess };
 template <class Kernel>
-void cudaFuncSetAttribute(Kernel, Attribute, int) {}
+void cudaFuncSetAttribute(Kernel, int, int) {}
+inline int cudaDeviceGetAttribute(int* value, int, int) {
+  *value = 9;
+  return cudaSuccess;
+}
 
 #ifdef C10_CUDA_KERNEL_LAUNCH_CHECK
 #error "torch's own headers of CUDA were found first"
