@@ -97,7 +97,8 @@ gpu-test:                    ## ops and training steps on CUDA against the CPU, 
 gpu-sanitize:                ## a call of every op under compute-sanitizer's four tools
 	for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -W ignore \
-	    tests/ops/test_cuda_values.py -k "gpu and (every_op or batch_norm or max_pool or weight)" || exit 1; done
+	    tests/ops/test_cuda_values.py tests/ops/test_cuda.py \
+	    -k "(gpu and (every_op or batch_norm or max_pool or weight)) or attention_is" || exit 1; done
 
 gpu-bench:                   ## ops beside a copy of the same bytes, training steps beside float; writes docs/gpu.md
 	$(GPU_PYTHON) -m benchmarks.pages.gpu all --write

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from qtoolkit.nn.hooks import is_ordinary
 from qtoolkit.nn.module import quantized
-from qtoolkit.nn.on_codes import TrainingArithmetic, TrainsOnCodes
+from qtoolkit.nn.on_codes import TrainsOnCodes
 from qtoolkit.nn.output_grid import grid_of, may_be_in_op, output_grid
 from qtoolkit.nn.product import autocast_type, of_codes, product
 from qtoolkit.quantizers.codes import TensorCodes, tensor_codes_of
@@ -66,16 +66,12 @@ class Attends(TrainsOnCodes):
         (q, k, v), arithmetic, (of_scores, of_values) = operands, self.training_arithmetic, self.products
         mask, empty = _without_empty_rows(mask)
         if in_one_op:
-            sources = (*of_scores, of_values[1])
-            how = {"causal": causal, "dropout": self.dropout_p if self.training else 0.0}
-            y = quantized_attention(
-                run, operands, sources, operand_codes, mask, self.softmax_quantizer, arithmetic, **how
-            )
+            y = quantized_attention(run, self, operands, operand_codes, mask, causal)
             if y is not None:
                 return _with_zeros(y, empty), None
         if causal:
-            hidden = as_summand(_after_query(q, k), q.dtype)
-            mask = hidden if mask is None else mask + hidden
+            after = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).triu(1)
+            mask = as_summand(after, q.dtype) if mask is None else mask.masked_fill(after, -math.inf)
         scores = product(run, torch.matmul, q, k.transpose(-2, -1), of_scores, arithmetic)
         weights = _with_zeros(torch.softmax(scores if mask is None else scores + mask, dim=-1), empty)
         dropped = F.dropout(quantized(self.softmax_quantizer, weights), self.dropout_p, self.training)
@@ -84,65 +80,55 @@ class Attends(TrainsOnCodes):
 
 def quantized_attention(
     run: Run,
+    attention: Attends,
     operands: tuple[Tensor, Tensor, Tensor],
-    sources: Sequence[Quantizer | None],
     operand_codes: Sequence[TensorCodes | None],
     mask: Tensor | None,
-    quantizer: Quantizer | None,
-    arithmetic: TrainingArithmetic,
-    *,
     causal: bool,
-    dropout: float,
 ) -> Tensor | None:
     """Return softmax(query key^T + mask) on the grid of a quantizer, times the value.
 
-    Backward keeps the operands as integers. On CUDA it computes the softmax again, in 16 bits by kernels that never write it;
-    on a CPU it keeps it, since that takes 2 % of the step of a small transformer. Values and gradients are those of the ops
-    one by one: bit for bit on a CPU, on CUDA up to the order of sums, and in 16 bits up to the rounding of products, which
-    are rounded less often.
+    Backward keeps the operands as integers. On CUDA it computes the softmax again, in 16 bits by kernels that never write the
+    scores. On a CPU it keeps the softmax: to compute it again takes 2 % of the step of a small transformer. The ops one by
+    one have the same values and gradients: bit for bit on a CPU, on CUDA up to the order of sums, and in 16 bits up to the
+    rounding of products, which are rounded less often.
 
     Args:
         run: What runs the forward.
+        attention: Has the quantizers, the dropout, how to compute and what to keep.
         operands: The scaled query (..., target, features), the key (..., source, features) and the value
             (..., source, features of the value).
-        sources: The quantizer of each of them, or None.
         operand_codes: The integers of each of them, or None.
         mask: Added to the scores, or None.
-        quantizer: Of the weights, or None.
-        arithmetic: How to compute, and what to keep.
-        causal: Whether a query takes the keys up to its own place alone.
-        dropout: The probability with which a weight becomes zero.
+        causal: Whether a query takes only the keys up to its own place.
 
     Returns:
         (..., target, features of the value); None where the op may not compute it.
     """
+    arithmetic, quantizer = attention.training_arithmetic, attention.softmax_quantizer
     if arithmetic.save == "float" or arithmetic.forward == "integer" or not _fits(run, operands, mask):
         return None
     if quantizer is not None and not may_be_in_op(quantizer, run):
         return None
-    query, of_class = operands[0], torch.classes.qtoolkit.AttentionUnit
-    if dropout and not of_class.fits_dropout(*operands, mask, autocast_type(query)):
+    dtype, dropout = autocast_type(operands[0]), float(attention.dropout_p if attention.training else 0)
+    if dropout and not torch.classes.qtoolkit.AttentionUnit.fits_dropout(*operands, mask, dtype):
         return None
     grid = grid_of(output_grid(run, quantizer, _scores_like(*operands[:2])))
     tensors: list[Tensor | None] = [mask, grid.start, grid.ratio, grid.rate, grid.zero_point]
+    sources = (attention.query_quantizer, attention.key_quantizer, attention.value_quantizer)
     for operand, source, of_operand in zip(operands, sources, operand_codes, strict=True):
         found = tensor_codes_of(run, operand, source, of_operand)
         tensors += [operand, *of_codes(None if found is None else found.of_whole(operand, packs=False))]
-    numbers = {name: getattr(grid, name) for name in ("qmin", "qmax", "grad_factor", "float16")}
-    unit = _unit(autocast_type(query), query.is_cpu, grid.is_learned, causal, dropout, **numbers)
-    y: Tensor = unit.call(tensors)
+    of_weights = {f"weights_{name}": getattr(grid, name) for name in ("qmin", "qmax", "grad_factor", "float16")}
+    how = {"dtype": dtype, "keeps_softmax": operands[0].is_cpu, "causal": causal, "dropout": dropout}
+    y: Tensor = _unit(learned=grid.is_learned, **how, **of_weights).call(tensors)
     return y
 
 
 @functools.lru_cache(MOST_UNITS)
-def _unit(
-    dtype: torch.dtype, keeps_softmax: bool, learned: bool, causal: bool, dropout: float, **of_weights: float
-) -> Any:
+def _unit(**numbers: object) -> Any:
     """Return the library's unit of attentions with these numbers, to be called with `TENSORS`."""
-    fields = {**dict.fromkeys(TENSORS), "dtype": dtype, "keeps_softmax": keeps_softmax, "learned": learned}
-    fields |= {"causal": causal, "dropout": float(dropout)}
-    fields |= {f"weights_{name}": number for name, number in of_weights.items()}
-    return torch.classes.qtoolkit.AttentionUnit(fields, TENSORS)
+    return torch.classes.qtoolkit.AttentionUnit({**dict.fromkeys(TENSORS), **numbers}, TENSORS)
 
 
 def as_summand(masked: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,11 +161,6 @@ def _fits(run: Run, operands: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
     query = operands[0]
     same = all((x.dtype, x.device, x.shape[:-2]) == (query.dtype, query.device, query.shape[:-2]) for x in operands)
     return same and query.dim() >= 3 and all(x.numel() for x in operands)
-
-
-def _after_query(query: Tensor, key: Tensor) -> Tensor:
-    """Return which keys come after a query: (target, source)."""
-    return torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).triu(1)
 
 
 def _is_constant(run: Run, mask: Tensor) -> bool:

@@ -112,7 +112,7 @@ def test_more_elements_than_an_int_counts(channels):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 197, 256, 500, 1024, 1025, 3000, 9000])
 def test_attention_is_that_of_the_ops_one_by_one(length, masked, dtype):
-    """On CUDA too: bit for bit where torch sums a softmax in the kernel's order, and products are exact in any order."""
+    """On CUDA too: bit for bit in float32, where torch sums a softmax in the kernel's order and products are exact in any."""
     given = attention.operands(((2, 3), 9, length, 16, 8), torch.float32)
     mask = torch.linspace(-2, 2, 9 * length).mul(8).round().div(8).view(9, length).cuda() if masked else None
     grid = {"start": torch.tensor(2.0**-8).cuda(), "ratio": None, "rate": None, "zero_point": None}
@@ -123,7 +123,7 @@ def test_attention_is_that_of_the_ops_one_by_one(length, masked, dtype):
         y = how(values, learned, mask, dtype)
         found.append((y, attention.gradients(y, values, learned)))
     (ours, gradients), (torchs, wanted) = found
-    if length <= 1024:
+    if dtype == torch.float32 and length <= 1024:
         assert_same(ours, torchs)
     unit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     for one, other in ((ours, torchs), *zip(gradients, wanted, strict=True)):

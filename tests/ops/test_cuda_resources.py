@@ -34,6 +34,9 @@ def test_no_kernel_spills_registers(kernels):
         (("18elementwise_kernelIfNS", "IntegerFunctorELb0E"), 40, 0.75),
         (("18elementwise_kernelIfNS", "IntegerFunctorELb1E"), 64, 0.5),  # with codes
         (("attention_weights_kernel", "Li32ELi8ELb"), 80, 0.375),
+        (("flash_forward_kernelI13__nv_bfloat16Li64E",), 255, 0.125),  # fragments of matrices: two blocks of four warps
+        (("flash_queries_backward_kernelI13__nv_bfloat16Li64E",), 255, 0.125),
+        (("flash_keys_backward_kernelI13__nv_bfloat16Li64E",), 255, 0.125),
         (("learned_backward_kernelIf13__nv_bfloat16", "LearnedGradient"), 64, 0.5),
         (("norm_forward_kernelI13__nv_bfloat16LNS0_6SpreadE0",), 64, 0.375),  # three blocks of 48 KiB on an A100
         (

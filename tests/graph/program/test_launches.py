@@ -196,9 +196,10 @@ def of_attention(arguments: dict[str, Any], keys: int) -> dict[str, Any]:
     ],
 )
 def test_launches_of_other_ops_with_a_backward(op: str, keys: int | None, most: int) -> None:
-    """Attentions, with two products in forward and four in backward; products that a model writes out; pools.
+    """Attentions of float32, with two products in forward and four in backward; products that a model writes out; pools.
 
-    The rows of scores of an attention are vectors: other numbers of keys than multiples of 8 are filled up with zeros.
+    The rows of scores of an attention are vectors: other numbers of keys than multiples of 8 are filled up with zeros. Those
+    of 16 bits are in tests/ops/test_cuda_host_flash.py.
     """
     with on_host("forwards"):
         given = {name: sample(name, floats(torch.float32)(4, 6, 16)) for name in (op, f"{op}_backward")}

@@ -155,7 +155,7 @@ def as_on_cuda() -> Iterator[None]:
     """Compute as on CUDA, by its kernels: there an attention keeps no softmax."""
     unit = quantized_attention._unit
     with on_host("forwards"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_attention, "_unit", lambda dtype, _, *others, **n: unit(dtype, False, *others, **n))
+        patch.setattr(quantized_attention, "_unit", lambda **numbers: unit(**{**numbers, "keeps_softmax": False}))
         yield
 
 
