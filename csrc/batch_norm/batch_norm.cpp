@@ -145,6 +145,48 @@ Tensor gradient_like(const optional<Tensor>& t, bool wanted, const Tensor& x) {
 
 at::TensorOptions float64_like(const Tensor& x) { return x.options().dtype(at::kDouble); }
 
+// What a launch is told of running statistics, and the tensors that it points to. Batches that it cannot count are
+// counted at once. Without channels, or memory, it tracks nothing.
+struct Tracked {
+  TrackedStatistics args;
+  std::array<Tensor, 4> values;
+
+  Tracked(const char* op, const Tracking& t, const Tensor& mean, const Tensor& variance) {
+    check_track(op, t.running_mean, t.running_var, mean, variance, t.divisor, t.offset, t.momentum, t.count, t.totals);
+    const bool is_empty = t.running_mean.is_meta() || t.running_mean.numel() == 0;
+    const bool counts = t.batches.has_value() && !is_empty && t.batches->scalar_type() == at::kLong &&
+                        t.batches->device() == t.running_mean.device();
+    if (t.batches.has_value() && !counts) t.batches->add_(1);
+    if (is_empty) return;
+    args.channels = t.running_mean.numel();
+    args.dtype = dtype_of(t.running_mean);
+    args.f64 = mean.scalar_type() == at::kDouble;
+    args.running_mean = t.running_mean.mutable_data_ptr();
+    args.running_variance = t.running_var.mutable_data_ptr();
+    args.mean = pointer(0, mean);
+    args.variance = pointer(1, variance);
+    args.divisor = pointer(2, t.divisor);
+    args.offset = pointer(3, t.offset);
+    args.momentum = t.momentum;
+    args.count = static_cast<double>(t.count.expect_int());
+    if (t.totals.has_value()) args.counted = t.totals->const_data_ptr<double>() + t.totals->size(1) - 1;
+    if (counts) args.batches = t.batches->mutable_data_ptr<int64_t>();
+  }
+
+  void launch(c10::Device device) const {
+    if (args.channels > 0) on(device).batch_norm_track(args, device);
+  }
+
+ private:
+  const void* pointer(size_t i, const optional<Tensor>& t) {
+    if (!t.has_value()) return nullptr;
+    return (values[i] = in_arithmetic(*t, args.f64)).const_data_ptr();
+  }
+};
+
+// Zeros in which a GPU counts the blocks that have come to the channels of x.
+Tensor counters(const Tensor& x) { return at::zeros({x.size(1)}, x.options().dtype(at::kInt)); }
+
 }  // namespace
 
 Tensor batch_norm_totals(const Tensor& x, const optional<Tensor>& divisor, const optional<Tensor>& offset,
@@ -165,6 +207,8 @@ Tensor batch_norm_totals(const Tensor& x, const optional<Tensor>& divisor, const
     args.divisor = pointers.values(divisor);
     args.stage = NormStage::totals;
     args.totals = own.mutable_data_ptr<double>();
+    const Tensor arrived = on(x.device()).on_gpu ? counters(x) : Tensor();
+    if (arrived.defined()) args.arrived = reinterpret_cast<unsigned*>(arrived.mutable_data_ptr<int32_t>());
     on(x.device()).batch_norm_forward(args, x.device());
   }
   if (!process_group.has_value() || !offset.has_value()) return at::stack({added_up(own, process_group), own});
@@ -172,7 +216,8 @@ Tensor batch_norm_totals(const Tensor& x, const optional<Tensor>& divisor, const
   return at::stack({shifted(added_up(shifted(own, by), process_group), at::neg(by)), own});
 }
 
-BatchNormResult batch_norm_fake_quant(const Tensor& x, const BatchNorm& norm, bool packs_codes) {
+BatchNormResult batch_norm_fake_quant(const Tensor& x, const BatchNorm& norm, bool packs_codes,
+                                      const optional<Tracking>& tracking, Tensor arrived) {
   constexpr const char* kOp = "batch_norm_fake_quant";
   const optional<Tensor>& totals = norm.totals;
   check(kOp, x, norm, totals.has_value());
@@ -185,7 +230,13 @@ BatchNormResult batch_norm_fake_quant(const Tensor& x, const BatchNorm& norm, bo
   const Tensor codes = codes_for(y, norm.scale.has_value(), norm.qmin, norm.qmax, packed);
   const auto statistic = [&] { return at::empty_symint({x.sym_size(1)}, x.options().dtype(arithmetic_of(x))); };
   const Tensor mean = statistic(), variance = statistic();
-  if (y.is_meta() || mean.numel() == 0 || (y.numel() == 0 && !totals.has_value())) return {y, codes, mean, variance};
+  const DeviceKernels& kernels = on(x.device());
+  optional<Tracked> tracked;
+  if (tracking.has_value()) tracked.emplace("batch_norm_track_", *tracking, mean, variance);
+  if (y.is_meta() || mean.numel() == 0 || (y.numel() == 0 && !totals.has_value())) {
+    if (tracked.has_value()) tracked->launch(x.device());
+    return {y, codes, mean, variance};
+  }
   Pointers pointers(y);
   BatchNormArgs args = arguments(x, norm, y, pointers);
   args.y = y.mutable_data_ptr();
@@ -197,7 +248,13 @@ BatchNormResult batch_norm_fake_quant(const Tensor& x, const BatchNorm& norm, bo
     args.stage = NormStage::rest;
     args.totals = const_cast<double*>(totals->const_data_ptr<double>());  // only read
   }
-  on(x.device()).batch_norm_forward(args, x.device());
+  if (kernels.on_gpu) {
+    if (tracked.has_value()) args.tracked = tracked->args;
+    if (!arrived.defined() && !totals.has_value()) arrived = counters(x);
+    if (arrived.defined()) args.arrived = reinterpret_cast<unsigned*>(arrived.mutable_data_ptr<int32_t>());
+  }
+  kernels.batch_norm_forward(args, x.device());
+  if (!kernels.on_gpu && tracked.has_value()) tracked->launch(x.device());
   return {y, codes, mean, variance};
 }
 
@@ -309,36 +366,6 @@ EpilogueGradients epilogue_fake_quant_backward(const Tensor& grad, const Tensor&
   return {dx, dbias, dresidual, dscale, dzero_point};
 }
 
-void track_batch(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,
-                 const optional<Tensor>& divisor, const optional<Tensor>& offset, double momentum,
-                 const c10::SymInt& count, const optional<Tensor>& totals, const optional<Tensor>& batches) {
-  check_track("batch_norm_track_", running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals);
-  const bool is_empty = running_mean.is_meta() || running_mean.numel() == 0;
-  const bool counts = batches.has_value() && !is_empty && batches->scalar_type() == at::kLong &&
-                      batches->device() == running_mean.device();
-  if (batches.has_value() && !counts) batches->add_(1);
-  if (is_empty) return;
-  const bool f64 = mean.scalar_type() == at::kDouble;
-  const auto values = [&](const optional<Tensor>& t) { return t.has_value() ? in_arithmetic(*t, f64) : Tensor(); };
-  const Tensor given[] = {values(mean), values(variance), values(divisor), values(offset)};
-  const auto pointer = [&](int i) { return given[i].defined() ? given[i].const_data_ptr() : nullptr; };
-  TrackedStatistics statistics;
-  statistics.channels = running_mean.numel();
-  statistics.dtype = dtype_of(running_mean);
-  statistics.f64 = f64;
-  statistics.running_mean = running_mean.mutable_data_ptr();
-  statistics.running_variance = running_var.mutable_data_ptr();
-  statistics.mean = pointer(0);
-  statistics.variance = pointer(1);
-  statistics.divisor = pointer(2);
-  statistics.offset = pointer(3);
-  statistics.momentum = momentum;
-  statistics.count = static_cast<double>(count.expect_int());
-  if (totals.has_value()) statistics.counted = totals->const_data_ptr<double>() + totals->size(1) - 1;
-  if (counts) statistics.batches = batches->mutable_data_ptr<int64_t>();
-  on(running_mean.device()).batch_norm_track(statistics, running_mean.device());
-}
-
 namespace {
 
 using torch::jit::Stack;
@@ -346,7 +373,8 @@ using torch::jit::Stack;
 void batch_norm_track_(Tensor& running_mean, Tensor& running_var, const Tensor& mean, const Tensor& variance,
                        const optional<Tensor>& divisor, const optional<Tensor>& offset, double momentum,
                        c10::SymInt count, const optional<Tensor>& totals) {
-  track_batch(running_mean, running_var, mean, variance, divisor, offset, momentum, count, totals, std::nullopt);
+  const Tracking tracking = {running_mean, running_var, divisor, offset, momentum, count, totals, std::nullopt};
+  Tracked("batch_norm_track_", tracking, mean, variance).launch(running_mean.device());
 }
 
 void batch_norm_fake_quant_boxed(const c10::OperatorHandle& op, Stack* stack) {

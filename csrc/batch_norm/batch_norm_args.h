@@ -8,6 +8,22 @@ namespace qtoolkit {
 // What a launch computes: all at once, or one half. Between the halves, the ranks of a process group add up `totals`.
 enum class NormStage : int { all, totals, rest };
 
+// Running statistics of dtype `dtype`, and what they take in, in float64 if `f64` and else float32.
+struct TrackedStatistics {
+  int64_t channels = 0;
+  Dtype dtype = Dtype::f32;
+  bool f64 = false;
+  void* running_mean = nullptr;
+  void* running_variance = nullptr;
+  const void* mean = nullptr;
+  const void* variance = nullptr;
+  const void* divisor = nullptr;  // or null
+  const void* offset = nullptr;   // or null
+  double momentum = 0, count = 0;
+  const double* counted = nullptr;  // or null: where the count is, in memory of the device
+  int64_t* batches = nullptr;       // or null: the number of batches, which grows by one
+};
+
 // Tensors of x's shape are dense and of one memory order, outer x channels x inner. Those of a channel are in the type
 // of the arithmetic. Absent ones are null.
 struct BatchNormArgs {
@@ -46,6 +62,9 @@ struct BatchNormArgs {
   // x / divisor and of its square. Backward: of the gradients of weight and bias.
   double* totals = nullptr;
   const double* own = nullptr;  // backward, `rest`: forward's totals of this rank alone
+  // On a GPU forward tracks the statistics too, if there are running ones, and takes a counter for each channel: zeros.
+  TrackedStatistics tracked;
+  unsigned* arrived = nullptr;
 
   QT_METHOD int64_t count() const { return outer * inner; }  // elements of a channel
   bool is_f64() const { return dtype == Dtype::f64; }
@@ -55,22 +74,6 @@ struct BatchNormArgs {
     if (c == 0) totals[2 * channels] = static_cast<double>(count());
   }
   QT_METHOD double total_count() const { return totals[2 * channels]; }
-};
-
-// Running statistics of dtype `dtype`, and what they take in, in float64 if `f64` and else float32.
-struct TrackedStatistics {
-  int64_t channels = 0;
-  Dtype dtype = Dtype::f32;
-  bool f64 = false;
-  void* running_mean = nullptr;
-  void* running_variance = nullptr;
-  const void* mean = nullptr;
-  const void* variance = nullptr;
-  const void* divisor = nullptr;  // or null
-  const void* offset = nullptr;   // or null
-  double momentum = 0, count = 0;
-  const double* counted = nullptr;  // or null: where the count is, in memory of the device
-  int64_t* batches = nullptr;       // or null: the number of batches, which grows by one
 };
 
 }  // namespace qtoolkit

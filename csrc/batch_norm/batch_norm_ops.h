@@ -38,7 +38,19 @@ struct BatchNormResult {
   at::Tensor y, codes, mean, variance;
 };
 
-BatchNormResult batch_norm_fake_quant(const at::Tensor& x, const BatchNorm& norm, bool packs_codes);
+// Running statistics, and what they take in besides those of a batch, as the op batch_norm_track_ has it. The number of
+// batches grows by one.
+struct Tracking {
+  at::Tensor running_mean, running_var;
+  std::optional<at::Tensor> divisor, offset;
+  double momentum;
+  c10::SymInt count;  // of the elements of a channel
+  std::optional<at::Tensor> totals, batches;
+};
+
+// `arrived` has a zero (int32) for each channel that a GPU counts blocks in; without it the op makes some.
+BatchNormResult batch_norm_fake_quant(const at::Tensor& x, const BatchNorm& norm, bool packs_codes,
+                                      const std::optional<Tracking>& tracking = {}, at::Tensor arrived = {});
 
 // Of: x, weight, bias, divisor, residual, scale, zero_point. Empty where one is not wanted or there is none. All but
 // those of x and the residual may be written later.
@@ -63,11 +75,5 @@ struct EpilogueGradients {
 
 EpilogueGradients epilogue_fake_quant_backward(const at::Tensor& grad, const at::Tensor& x, const Epilogue& epilogue,
                                                const WantedOfEpilogue& wanted);
-
-// The op batch_norm_track_, which adds one to the number of batches too, if that is given.
-void track_batch(at::Tensor& running_mean, at::Tensor& running_var, const at::Tensor& mean, const at::Tensor& variance,
-                 const std::optional<at::Tensor>& divisor, const std::optional<at::Tensor>& offset, double momentum,
-                 const c10::SymInt& count, const std::optional<at::Tensor>& totals,
-                 const std::optional<at::Tensor>& batches);
 
 }  // namespace qtoolkit

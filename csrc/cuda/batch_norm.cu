@@ -131,7 +131,7 @@ QT_DEVICE void join_learned(const NormArgs<A>& args, Pair mine, char* memory) {
   if (threadIdx.x == 0) {
     write(args.learned, blockIdx.x, sum);
     __threadfence();
-    is_last = atomicAdd(args.arrived, 1u) + 1 == gridDim.x;
+    is_last = atomicAdd(args.all_arrived, 1u) + 1 == gridDim.x;
   }
   __syncthreads();
   if (!is_last) return;
@@ -178,15 +178,6 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T, kSpread, kLearned
 
 // ---- channels
 
-template <class A>
-QT_DEVICE void set_channel(const NormArgs<A>& args, int64_t c, A mean) {
-  A* values = args.channels.values + c;
-  const int64_t count = args.channels.count;
-  values[kMean * count] = mean;
-  values[kFactor * count] = static_cast<A>(value_at<A>(args.of.weight, c, 1) * inverse_at<A>(args.of, c));
-  values[kBias * count] = value_at<A>(args.of.bias, c, 0);
-}
-
 // The ends of the interval of values that pass the gradient: thread 0 the lower one, thread 1 the upper one.
 template <class A>
 QT_DEVICE void set_passed(const NormArgs<A>& args, int thread) {
@@ -201,23 +192,18 @@ QT_DEVICE void set_passed(const NormArgs<A>& args, int thread) {
   args.passed[thread] = end;
 }
 
-template <class A>
-QT_DEVICE void set_line(const NormArgs<A>& args, int64_t c, const NormLine& line) {
-  args.channels.values[kSlope * args.channels.count + c] = static_cast<A>(line.slope);
-  args.channels.values[kOffset * args.channels.count + c] = static_cast<A>(line.offset);
-}
-
 // What backward takes of each channel, from the statistics that forward has found, and from the totals if they are
 // known: then the gradient of the divisor too.
 template <class A>
 __global__ void __launch_bounds__(kThreads) channels_kernel(const NormArgs<A> args) {
   if (blockIdx.x == 0) set_passed(args, threadIdx.x);
   if (blockIdx.x == 0 && threadIdx.x == 0 && args.of.learned) {
-    *args.arrived = 0;
+    *args.all_arrived = 0;
     set_learned(args, {0, 0});  // of an empty tensor
   }
   const int64_t c = int64_t{kThreads} * blockIdx.x + threadIdx.x, channels = args.of.channels;
   if (c >= channels) return;
+  args.arrived[c] = 0;
   set_channel(args, c, static_cast<const A*>(args.of.mean)[c]);
   if (args.of.stage != NormStage::rest) return;
   const int64_t bias = channels + c;
@@ -241,66 +227,13 @@ __global__ void __launch_bounds__(kThreads) totals_kernel(const NormArgs<A> args
   static_cast<A*>(args.of.variance)[c] = static_cast<A>(found.variance);
   static_cast<A*>(args.of.mean)[c] = static_cast<A>(found.mean);
   set_channel(args, c, static_cast<A>(found.mean));
-}
-
-// Joins the slices of a channel for each block.
-template <class A>
-__global__ void __launch_bounds__(kThreads) statistics_kernel(const NormArgs<A> args, int64_t slices) {
-  const int64_t c = blockIdx.x;
-  const Pair sums = sum_of_block(sum_of(args.sums, c * slices, slices));
-  if (threadIdx.x != 0) return;
-  A shift = 0;
-  with_type<A, Kind::values>(
-      args.of.dtype, [&](const auto* type) { shift = shift_of(args, static_cast<decltype(type)>(args.of.x), c); });
-  const Moments moments = moments_about(shift, static_cast<double>(args.of.count()), sums.first, sums.second);
-  if (args.of.stage == NormStage::totals) {
-    const NormTotals totals = totals_of(moments, value_at<A>(args.of.divisor, c, 1));
-    return args.of.set_totals(c, totals.sum, totals.squares);
-  }
-  static_cast<A*>(args.of.mean)[c] = static_cast<A>(moments.mean);
-  static_cast<A*>(args.of.variance)[c] = static_cast<A>(moments.squares / moments.count);
-  set_channel(args, c, static_cast<A>(moments.mean));
-}
-
-// The same for the gradients.
-template <class A>
-__global__ void __launch_bounds__(kThreads) gradients_kernel(const NormArgs<A> args, int64_t slices) {
-  const int64_t c = blockIdx.x, channels = args.of.channels;
-  const Pair sums = sum_of_block(sum_of(args.sums, c * slices, slices));
-  if (threadIdx.x != 0) return;
-  const double inverse = inverse_at<A>(args.of, c), weight = value_at<A>(args.of.weight, c, 1);
-  const NormGradients found =
-      norm_gradients({sums.first, sums.second, 0, 0}, inverse, weight, args.of.eps, value_at<A>(args.of.divisor, c, 1));
-  args.of.gradients[c] = found.weight;
-  args.of.gradients[channels + c] = found.bias;
-  args.of.gradients[2 * channels + c] = found.divisor;
-  if (args.of.stage == NormStage::totals) return args.of.set_totals(c, found.weight, found.bias);
-  set_line(args, c, norm_line(found.weight, found.bias, static_cast<double>(args.of.count()), inverse, weight));
-}
-
-template <class A, class T>
-QT_DEVICE void track(const TrackedStatistics& s, int64_t c) {
-  const double count = s.counted == nullptr ? s.count : *s.counted;
-  using Running = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  T *means = static_cast<T*>(s.running_mean), *variances = static_cast<T*>(s.running_variance);
-  const Statistics running = {to_arithmetic<Running>(means[c]), to_arithmetic<Running>(variances[c])};
-  const Statistics batch = {value_at<A>(s.mean, c, 0), value_at<A>(s.variance, c, 0)};
-  const Statistics next =
-      tracked(running, batch, value_at<A>(s.divisor, c, 1), value_at<A>(s.offset, c, 0), s.momentum, count);
-  means[c] = from_arithmetic<T>(static_cast<Running>(next.mean));
-  variances[c] = from_arithmetic<T>(static_cast<Running>(next.variance));
+  track_at<A>(args.of.tracked, c);
 }
 
 template <class A>
 __global__ void __launch_bounds__(kThreads) track_kernel(const TrackedStatistics s) {
   const int64_t c = int64_t{kThreads} * blockIdx.x + threadIdx.x;
-  if (c >= s.channels) return;
-  if (c == 0 && s.batches != nullptr) ++*s.batches;
-  if (s.dtype == Dtype::f64) {
-    track<A, double>(s, c);
-  } else {
-    with_type<float, Kind::values>(s.dtype, [&](auto* type) { track<A, std::remove_pointer_t<decltype(type)>>(s, c); });
-  }
+  if (c < s.channels) track_at<A>(s, c);
 }
 
 // ---- launches
@@ -348,21 +281,24 @@ SecondPass second_pass_of(const BatchNormArgs& args) {
   return {spread, blocks};
 }
 
-// The workspace: five values for each channel and two for the interval, the blocks that have arrived, then the partial
-// results.
+// The workspace: five values for each channel and two for the interval, the blocks that have arrived, in all and for
+// each channel, then the partial results.
+int64_t counters_of(const BatchNormArgs& args) { return divide_up(args.channels + 1, 2); }
+
 template <class T>
 NormArgs<ArithmeticOf<T>> with_memory(const BatchNormArgs& args, const ReductionTiling& s, double* workspace) {
   const int64_t slots = s.count * args.channels, blocks = second_pass_of(args).blocks;
   auto* values = reinterpret_cast<ArithmeticOf<T>*>(workspace);
-  double* arrived = workspace + kValues * args.channels + 2;
-  double* sums = arrived + 1;
+  auto* arrived = reinterpret_cast<unsigned*>(workspace + kValues * args.channels + 2);
+  double* sums = workspace + kValues * args.channels + 2 + counters_of(args);
   double* learned = sums + 2 * slots;
   return {args,
           args.outer * args.channels * args.inner,
           are_aligned(args),
           {values, args.channels, places_of(args)},
           values + kValues * args.channels,
-          reinterpret_cast<unsigned*>(arrived),
+          arrived,
+          args.arrived == nullptr ? arrived + 1 : args.arrived,
           {sums, sums + slots},
           {learned, learned + blocks}};
 }
@@ -428,9 +364,6 @@ void reduce_moments(const NormArgs<ArithmeticOf<T>>& args, const ReductionTiling
   }
 }
 
-// Threads of a block that joins slices.
-unsigned threads_for(const ReductionTiling& s) { return s.count > 32 ? kThreads : 32; }
-
 template <class T>
 void forward(const BatchNormArgs& given, double* workspace, cudaStream_t stream) {
   using A = ArithmeticOf<T>;
@@ -439,12 +372,10 @@ void forward(const BatchNormArgs& given, double* workspace, cudaStream_t stream)
       norm_forward_kernel<T, kernel_of<T>(Spread::row)>, norm_forward_kernel<T, Spread::any>};
   const ReductionTiling s = division_of(given);
   const NormArgs<A> args = with_memory<T>(given, s, workspace);
-  const unsigned channels = static_cast<unsigned>(given.channels), threads = threads_for(s);
   if (given.stage == NormStage::rest) {
     launch_each(totals_kernel<A>, given.channels, stream, args);
   } else {
     reduce_moments<T>(args, s, stream);
-    statistics_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
   }
   if (given.stage != NormStage::totals) launch_second<A>(kKernels, args, stream);
 }
@@ -455,11 +386,7 @@ void backward(const BatchNormArgs& given, double* workspace, cudaStream_t stream
   const ReductionTiling s = division_of(given);
   const NormArgs<A> args = with_memory<T>(given, s, workspace);
   launch_each(channels_kernel<A>, given.channels, stream, args);
-  if (given.stage != NormStage::rest) {
-    const unsigned channels = static_cast<unsigned>(given.channels), threads = threads_for(s);
-    reduce_gradients<T>(args, s, stream);
-    gradients_kernel<A><<<channels, threads, 0, stream>>>(args, s.count);
-  }
+  if (given.stage != NormStage::rest) reduce_gradients<T>(args, s, stream);
   if (given.stage == NormStage::totals) return;
   if (!given.learned) return second_backward<T, Learned::nothing>(args, stream);
   given.zero_point == nullptr ? second_backward<T, Learned::scale>(args, stream)
@@ -481,7 +408,8 @@ void with_elements(Dtype dtype, F f) {
 
 int64_t batch_norm_workspace(const BatchNormArgs& args) {
   const ReductionTiling s = division_of(args);
-  return kValues * args.channels + 3 + 2 * s.count * args.channels + 2 * second_pass_of(args).blocks;
+  return kValues * args.channels + 2 + counters_of(args) + 2 * s.count * args.channels +
+         2 * second_pass_of(args).blocks;
 }
 
 void batch_norm_forward(const BatchNormArgs& args, double* workspace, cudaStream_t stream) {

@@ -15,8 +15,9 @@ struct NormArgs {
   int64_t numel;
   bool aligned;  // see are_aligned
   NormChannels<A> channels;
-  A* passed;          // the open interval of values that the quantizer passes the gradient for; see BatchNormArgs
-  unsigned* arrived;  // how many blocks have written their sums of the gradients of scale and zero point
+  A* passed;              // the open interval of values that the quantizer passes the gradient for; see BatchNormArgs
+  unsigned* all_arrived;  // how many blocks have written their sums of the gradients of scale and zero point
+  unsigned* arrived;      // how many have written those of channels, for each tile of them
   // Partial results of the reductions: two sums for each channel and slice, and for each block of the second pass those
   // of the gradients of scale and zero point.
   Pairs sums, learned;

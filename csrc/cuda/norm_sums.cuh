@@ -1,7 +1,7 @@
 // The reductions of batch norm: moments, and the sums of the gradients.
 #pragma once
 
-#include "norm_elements.cuh"
+#include "norm_finish.cuh"
 #include "stream.cuh"
 
 namespace qtoolkit {
@@ -9,11 +9,7 @@ namespace cuda {
 
 // ---- reductions of vectors of one channel
 
-// The shift of a channel's sums is its first element.
-template <class A, class T>
-QT_DEVICE A shift_of(const NormArgs<A>& args, const T* x, int64_t channel) {
-  return to_arithmetic<A>(x[channel * args.of.inner]);
-}
+constexpr int kPairs = kThreads * sizeof(Pair);  // bytes of a block that joins its sums
 
 // Adds sums about a number nearby to those about the channel's shift, which may be far from its mean: only float64
 // holds what that adds.
@@ -42,6 +38,7 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
                                                            const __grid_constant__ ReductionTiling tiling, Pairs sums) {
   using A = ArithmeticOf<T>;
   const T* of = static_cast<const T*>(args.of.x);
+  alignas(16) __shared__ char memory[kPairs];
   Pair sum = {0, 0};
   ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
   const A shift = it.left > 0 ? shift_of(args, of, it.channel) : A(0);
@@ -51,7 +48,8 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
     load_dense(of, at, args.aligned, x);
     add_vector(sum, x, at.n, shift);
   }
-  join_block(tiling, sum, sums, Add());
+  join_block(tiling, sum, sums, Add(), reinterpret_cast<Pair*>(memory));
+  finish_tile(args, tiling, memory, [&](int64_t c, Pair found) { set_statistics<T>(args, c, found); });
 }
 
 // The vectors of a thread that are of one channel.
@@ -90,6 +88,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     add_vector(sum, x, kVectorSize, shift);
   }
   join_block(tiling, sum, sums, Add(), reinterpret_cast<Pair*>(memory));
+  finish_tile(args, tiling, memory, [&](int64_t c, Pair found) { set_statistics<T>(args, c, found); });
 }
 
 // Adds the gradients before the activation of a vector, and their products with x - mean.
@@ -115,6 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, 3, 3>)
   using A = ArithmeticOf<T>;
   const Settings<A> settings = settings_of<A>(args);
   const auto of = operands_of<T>(args.of);
+  alignas(16) __shared__ char memory[kPairs];
   Pair sum = {0, 0};
   ReductionIterator it = reduction_iterator(tiling, blockIdx.x, threadIdx.x);
   const OneChannel<A, kForward> channel(args.channels, it.left > 0 ? it.channel : 0);
@@ -126,7 +126,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, 3, 3>)
     values_before(args.of, of, at, args.aligned, channel, centred, before);
     add_terms(settings, centred, before, grads, sum);
   }
-  join_block(tiling, sum, sums, Add());
+  join_block(tiling, sum, sums, Add(), reinterpret_cast<Pair*>(memory));
+  finish_tile(args, tiling, memory, [&](int64_t c, Pair found) { set_gradients(args, c, found); });
 }
 
 template <class T>
@@ -151,6 +152,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, 4, 3>)
     add_terms(settings, centred, before, grads, sum);
   }
   join_block(tiling, sum, sums, Add(), reinterpret_cast<Pair*>(memory));
+  finish_tile(args, tiling, memory, [&](int64_t c, Pair found) { set_gradients(args, c, found); });
 }
 
 // ---- reductions of rows of channels, of aligned vectors: a thread keeps 8 of them
@@ -231,6 +233,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   all.join(tiling, memory, sums);
+  finish_tile<kVectorSize>(args, tiling, memory, [&](int64_t c, Pair found) { set_statistics<T>(args, c, found); });
 }
 
 template <class T>
@@ -267,6 +270,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int k = 0; k < kVectorSize; ++k) all.at(k) = Add()(all.at(k), {grads[k], products[k]});
   }
   all.join(tiling, memory, sums);
+  finish_tile<kVectorSize>(args, tiling, memory, [&](int64_t c, Pair found) { set_gradients(args, c, found); });
 }
 
 }  // namespace cuda

@@ -75,11 +75,14 @@ void unit(const c10::OperatorHandle& /*op*/, Stack* stack) {
   }
   const Tensor undivided = quant_layer(u.x, std::nullopt, u.layer, u.dtype, u.format(), u.raw);
   if (u.process_group.has_value()) u.totals = batch_norm_totals(undivided, u.factor, u.bias.bias, u.process_group);
-  const auto [y, codes, mean, variance] =
-      batch_norm_fake_quant(undivided, batch_norm_of(u, u.factor), /*packs_codes=*/true);
+  optional<Tracking> tracking;
   if (u.tracks && u.running_mean.has_value()) {
-    track_batch(*u.running_mean, *u.running_var, mean, variance, u.factor, u.bias.bias, u.momentum,
-                undivided.sym_numel() / undivided.sym_size(1), u.totals, u.batches);
+    const c10::SymInt count = undivided.sym_numel() / undivided.sym_size(1);
+    tracking = {*u.running_mean, *u.running_var, u.factor, u.bias.bias, u.momentum, count, u.totals, u.batches};
+  }
+  const auto [y, codes, mean, variance] = batch_norm_fake_quant(undivided, batch_norm_of(u, u.factor),
+                                                                /*packs_codes=*/true, tracking, scales.arrived);
+  if (tracking.has_value()) {
     if (u.batches.has_value()) note_change(*u.batches);
     note_change(*u.running_mean);
     note_change(*u.running_var);

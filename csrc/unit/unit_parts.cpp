@@ -240,6 +240,10 @@ Scales make_scales(const UnitParts& p, const Followed& followed, const GivenBias
     u.variance = s.variance->const_data_ptr();
     u.gamma = data(s.gamma);
     u.factor = result.factor.mutable_data_ptr();
+    if (!u.frozen && on(s.variance->device()).on_gpu) {
+      result.arrived = at::empty({u.channels}, s.variance->options().dtype(at::kInt));
+      u.arrived = reinterpret_cast<unsigned*>(result.arrived.mutable_data_ptr<int32_t>());
+    }
   }
   const bool bias_in_launch = add_bias(u, p, bias, s, result);
   if (range.defined()) {

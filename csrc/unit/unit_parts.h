@@ -100,6 +100,7 @@ struct GivenBias {
 struct Scales {
   at::Tensor factor, scale;
   std::optional<at::Tensor> y_scale, bias;
+  at::Tensor arrived;                // of a batch norm on a GPU: zeros (int32) behind that launch, one for each channel
   std::optional<UnitScales> unmade;  // the launch that is to make them, if it is left to the caller's next one
 };
 

@@ -40,6 +40,7 @@ struct UnitScales {
   double eps = 0;
   const void *variance = nullptr, *gamma = nullptr;
   void* factor = nullptr;
+  unsigned* arrived = nullptr;  // of each channel: becomes zero, for the kernels of the batch norm
   TrainedScale weight, output;
   FollowedScale followed;
   UnitBias bias;
@@ -194,6 +195,7 @@ template <class A>
 QT_FN void unit_scales_at(const UnitScales& u, int64_t i) {
   if (i < u.channels) {
     if (u.variance != nullptr) static_cast<A*>(u.factor)[i] = weight_factor<A>(u, i);
+    if (u.arrived != nullptr) u.arrived[i] = 0;
     if (u.followed.low != nullptr) followed_scale<A>(u, i);
   }
   trained_scale<A>(u.weight, i);

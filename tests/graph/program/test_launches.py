@@ -19,15 +19,15 @@ from tests.ops.cuda_host.work import Work
 from tests.ops.test_every import sample
 
 MOST = {
-    "unit": 19,
+    "unit": 16,
     "layer_fake_quant": 10,
     "function_fake_quant": 3,
     "add_norm_fake_quant": 3,
     "prelu_fake_quant": 5,
 }
 # Where a weight is quantized op by op: a transposed one, whose channels are no rows in memory, or one with a zero point.
-MOST_OP_BY_OP = 26
-MOST_FROZEN, MOST_FROZEN_OP_BY_OP = 24, 30
+MOST_OP_BY_OP = 23
+MOST_FROZEN, MOST_FROZEN_OP_BY_OP = 23, 29
 
 
 class Residual(nn.Module):

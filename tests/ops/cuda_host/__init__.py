@@ -39,6 +39,18 @@ DTYPES = [  # in the order of Dtype in kernel_args.h
 ]
 
 
+class TrackedStatistics(ctypes.Structure):
+    """`TrackedStatistics` of batch_norm_args.h."""
+
+    _fields_ = (
+        *(("channels", ctypes.c_int64), ("dtype", ctypes.c_int8), ("f64", ctypes.c_bool)),
+        *((name, ctypes.c_void_p) for name in ("running_mean", "running_variance", "mean", "variance")),
+        *(("divisor", ctypes.c_void_p), ("offset", ctypes.c_void_p)),
+        *(("momentum", ctypes.c_double), ("count", ctypes.c_double)),
+        *(("counted", ctypes.c_void_p), ("batches", ctypes.c_void_p)),
+    )
+
+
 class BatchNormArguments(ctypes.Structure):
     """`BatchNormArgs` of batch_norm_args.h."""
 
@@ -55,18 +67,7 @@ class BatchNormArguments(ctypes.Structure):
         ("packed", ctypes.c_bool),
         *(("pass_low", ctypes.c_double), ("pass_high", ctypes.c_double)),
         *(("stage", ctypes.c_int), ("totals", ctypes.c_void_p), ("own", ctypes.c_void_p)),
-    )
-
-
-class TrackedStatistics(ctypes.Structure):
-    """`TrackedStatistics` of batch_norm_args.h."""
-
-    _fields_ = (
-        *(("channels", ctypes.c_int64), ("dtype", ctypes.c_int8), ("f64", ctypes.c_bool)),
-        *((name, ctypes.c_void_p) for name in ("running_mean", "running_variance", "mean", "variance")),
-        *(("divisor", ctypes.c_void_p), ("offset", ctypes.c_void_p)),
-        *(("momentum", ctypes.c_double), ("count", ctypes.c_double)),
-        *(("counted", ctypes.c_void_p), ("batches", ctypes.c_void_p)),
+        *(("tracked", TrackedStatistics), ("arrived", ctypes.c_void_p)),
     )
 
 
@@ -116,7 +117,7 @@ class UnitScales(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_bool) for name in ("f64", "frozen")),
         *(("channels", ctypes.c_int64), ("eps", ctypes.c_double)),
-        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "factor")),
+        *((name, ctypes.c_void_p) for name in ("variance", "gamma", "factor", "arrived")),
         *(("weight", TrainedScale), ("output", TrainedScale), ("followed", FollowedScale), ("bias", UnitBias)),
     )
 

@@ -26,8 +26,10 @@ extern "C" int64_t size_of_batch_norm_arguments() { return sizeof(BatchNormArgs)
 extern "C" int64_t size_of_pool_arguments() { return sizeof(PoolArgs); }
 extern "C" int64_t size_of_tracked_statistics() { return sizeof(TrackedStatistics); }
 
-static void run(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t), const BatchNormArgs& args, int order) {
+static void run(void (*kernels)(const BatchNormArgs&, double*, cudaStream_t), BatchNormArgs args, int order) {
   std::vector<double> workspace(cuda::batch_norm_workspace(args), NAN);
+  std::vector<unsigned> arrived(args.channels);
+  if (args.grad == nullptr) args.arrived = arrived.data();
   device::order = static_cast<device::Order>(order);
   kernels(args, workspace.data(), nullptr);
 }
