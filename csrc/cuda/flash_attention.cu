@@ -51,6 +51,15 @@ struct OwnRows {
 
 // ---- memory
 
+// Writes to shared memory, where store_dense() does not.
+template <class T>
+QT_DEVICE void put(const float (&v)[kVectorSize], T* to) {
+  Pack<T> pack;
+#pragma unroll
+  for (int k = 0; k < kVectorSize; ++k) pack.v[k] = from_arithmetic<T>(v[k]);
+  *reinterpret_cast<Pack<T>*>(to) = pack;
+}
+
 template <class T, class Code>
 QT_DEVICE void load_codes(const AttentionRows& from, int64_t place, const Contiguous& at, T* to) {
   const float scale = usable_scale(__ldg(static_cast<const float*>(from.scale)));
@@ -60,7 +69,7 @@ QT_DEVICE void load_codes(const AttentionRows& from, int64_t place, const Contig
   load_dense(static_cast<const Code*>(from.data) + place, at, v);
 #pragma unroll
   for (int k = 0; k < kVectorSize; ++k) v[k] = k < at.n ? value_of(v[k], scale, zero_point) : 0.0f;
-  store_dense(to, whole_at(0), true, v);
+  put(v, to);
 }
 
 // Copies rows to a tile, from row `first` of a matrix with `places` of them. Zeros follow where rows or features end.
@@ -89,7 +98,7 @@ QT_DEVICE void load_rows(const AttentionRows& from, int64_t matrix, int64_t plac
       } else {
         float v[kVectorSize];
         load_dense(data, here, v);
-        store_dense(to, whole_at(0), true, v);
+        put(v, to);
       }
     } else if (from.dtype == Dtype::i8) {
       load_codes<T, int8_t>(from, place, here, to);

@@ -244,6 +244,8 @@ inline void ex2_approx_ftz_f32(float& to, float a) {
 }
 inline void st_global_v4_b32(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) fault("misaligned address");
+  const char* const place = static_cast<const char*>(to);
+  if (place >= shared.data() && place < shared.data() + shared.size()) fault("a store to global memory writes shared");
   const uint32_t words[] = {a, b, c, d};
   std::memcpy(to, words, sizeof words);
 }
