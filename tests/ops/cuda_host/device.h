@@ -354,13 +354,13 @@ void mma(const Operands& of, float* sum) {
   }
 }
 
-#define QT_MMA(name, T)                                                                                             \
-  inline void mma_sync_aligned_m16n8k16_row_col_##name(float& a, float& b, float& c, float& d, uint32_t a0,          \
-                                                       uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,           \
-                                                       uint32_t b1, float, float, float, float) {                    \
-    float sum[] = {a, b, c, d};                                                                                      \
-    mma<T>({{a0, a1, a2, a3}, {b0, b1}}, sum);                                                                       \
-    a = sum[0], b = sum[1], c = sum[2], d = sum[3];                                                                  \
+#define QT_MMA(name, T)                                                                                     \
+  inline void mma_sync_aligned_m16n8k16_row_col_##name(float& a, float& b, float& c, float& d, uint32_t a0, \
+                                                       uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,  \
+                                                       uint32_t b1, float, float, float, float) {           \
+    float sum[] = {a, b, c, d};                                                                             \
+    mma<T>({{a0, a1, a2, a3}, {b0, b1}}, sum);                                                              \
+    a = sum[0], b = sum[1], c = sum[2], d = sum[3];                                                         \
   }
 QT_MMA(f32_bf16_bf16_f32, __nv_bfloat16)
 QT_MMA(f32_f16_f16_f32, __half)
